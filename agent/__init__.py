@@ -1,0 +1,1 @@
+"""gshare.agent: everything that runs on one node."""

@@ -1,0 +1,1 @@
+"""The frozen base model: config, decoder, loading, quantisation."""

@@ -1,0 +1,71 @@
+"""What the runner reports about its jobs: the vocabulary of the wire, the journal, the live table.
+
+Two kinds of traffic (architecture, *Wire*): `JobChanged`, `Evaluated`, `CheckpointSaved` and
+`TrainerMessage` are durable (journalled, numbered, delivered once); `Stepped` is a sample (lossy on
+the wire, complete in `metrics.jsonl`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+JobStateName = Literal["queued", "running", "paused", "completed", "stopped", "diverged", "failed"]
+
+#: States that a job does not leave by itself. `stopped` and `failed` can be resumed by the user.
+ENDED: frozenset[str] = frozenset({"completed", "stopped", "diverged", "failed"})
+
+
+class JobChanged(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
+    """A job entered `state`; `reason` is one line for a person, empty when there is nothing to say."""
+
+    job: str
+    state: JobStateName
+    step: int
+    total_steps: int
+    reason: str = ""
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step of one job. `loss` is the mean over the step's label tokens."""
+
+    job: str
+    step: int  # 1-based: the number of optimizer steps done
+    total_steps: int
+    epoch: float
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    tokens: int  # all tokens of the step's rows
+    label_tokens: int  # tokens that the loss is over
+    seconds: float  # wall time of the round this step was part of
+    adapters_in_pass: int  # how many jobs shared that round
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="eval"):
+    """Mean loss over the label tokens of the job's whole validation split after `step` steps."""
+
+    job: str
+    step: int
+    val_loss: float
+    label_tokens: int
+    best: bool
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
+    job: str
+    step: int
+    path: str
+
+
+class TrainerMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+    """A line of the trainer for people: base loaded, pass made smaller after OOM, resumed, …"""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+    job: str = ""
+
+
+Event = JobChanged | Stepped | Evaluated | CheckpointSaved | TrainerMessage
+DURABLE = (JobChanged, Evaluated, CheckpointSaved, TrainerMessage)

@@ -1,0 +1,1 @@
+"""The trainer process, its wire protocol and its clients."""

@@ -1,0 +1,1 @@
+"""The fused training engine: arena, packed step, runner, checkpoints."""

@@ -1,0 +1,1 @@
+"""gshare.cli: the `gshare` command."""

@@ -1,0 +1,1 @@
+"""gshare.coordinator: many nodes (cluster configuration today; the rest is a later issue)."""

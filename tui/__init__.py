@@ -1,0 +1,1 @@
+"""gshare.tui: the terminal dashboard (a later issue)."""
