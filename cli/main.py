@@ -1,0 +1,142 @@
+"""The `gshare` command: finds the subcommand, runs it, and turns every error into one message.
+
+    gshare finetune   train adapters          gshare export    write or merge an adapter
+    gshare jobs       list, attach, stop …    gshare audit     packed and solo, byte for byte
+    gshare data       look at the data        gshare doctor    what this machine has and lacks
+    gshare generate   ask an adapter          gshare version
+
+Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
+torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
+75 try again later, 130 and 143 interrupted. stdout is data, stderr is talk.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import select
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, UnknownCommandError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_USAGE, GshareError
+
+#: Subcommand → (where it is, the line that `gshare --help` shows). Frozen by a test.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
+    "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
+    "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
+    "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),
+    "audit": ("gshare.cli.audit:audit", "Train packed and alone, and compare byte for byte."),
+    "doctor": ("gshare.cli.doctor:doctor", "What this machine has and lacks, and how to mend it."),
+}
+
+
+ABOUT = "Train many LoRA adapters on one frozen base at once, each with the bits it would have had alone."
+
+
+def version() -> None:
+    """Print the version."""
+    print(_version())
+
+
+def _version() -> str:
+    from importlib.metadata import version as installed_version
+
+    return installed_version("gshare")
+
+
+def make_app() -> App:
+    """The command tree. Nothing of a subcommand is imported here."""
+    app = App(
+        name="gshare",
+        help=ABOUT,
+        version=_version,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for name, (path, line) in COMMANDS.items():
+        app.command(path, name=name, help=line)
+    app.command(version)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; never raises for an error of user or program."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = make_app()(tokens, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _fail(f"{_usage_message(error)} (see {_help_command(error)})", EXIT_USAGE)
+    except GshareError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_SIGINT)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return _leave_quietly()
+        return _unexpected(error)
+    except Exception as error:
+        return _unexpected(error)
+    return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
+
+
+def _fail(message: str, code: int) -> int:
+    """One message on stderr. A closed stderr is no reason to lose the exit code."""
+    try:
+        sys.stderr.write(f"gshare: {message.strip()}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass
+    return code
+
+
+def _usage_message(error: CycloptsError) -> str:
+    """cyclopts' own text on one line.
+
+    An unknown command is worded here: cyclopts would import every subcommand to list them.
+    """
+    if isinstance(error, UnknownCommandError) and not error.command_chain and error.unused_tokens:
+        word = error.unused_tokens[0]
+        known = [*COMMANDS, "version"]
+        near = difflib.get_close_matches(word, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(known)}"
+        return f"unknown command {word!r}; {hint}"
+    return " ".join(str(error).split())
+
+
+def _help_command(error: CycloptsError) -> str:
+    return " ".join(["gshare", *(error.command_chain or ()), "--help"])
+
+
+def _unexpected(error: Exception) -> int:
+    """An error that nobody foresaw: what it was, and how to see where."""
+    if os.environ.get("GSHARE_TRACEBACK") == "1":
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return _fail(f"{error.filename}: {error.strerror}", EXIT_FAILURE)
+    what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    return _fail(f"unexpected error: {what} (GSHARE_TRACEBACK=1 shows where; please report it)", EXIT_FAILURE)
+
+
+def _reader_is_gone() -> bool:
+    """Whether the broken pipe is our stdout (`gshare … | head`) and not, say, a trainer's socket."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always reported
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    except (OSError, ValueError):
+        return True
+
+
+def _leave_quietly() -> int:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

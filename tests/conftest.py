@@ -1,0 +1,94 @@
+"""What every test needs before torch is imported, and the fixtures that many of them share.
+
+The environment is set when this file is loaded, so before pytest imports the first test module:
+
+- the trainer's own settings (MKL's strict mode and the rest), or packed rows have no solo bits;
+- two threads, no hub, no tokenizer threads;
+- state, cache, config and runtime directories in a new folder, so that no test sees or leaves anything
+  of the user's. It is short on purpose: a Unix socket's path has at most 107 bytes.
+
+Without torch (`make test-py310`), test modules that import what needs it are not collected; the report
+header names them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+#: Imports that need the `train` extra.
+NEEDS_TORCH = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "peft", "bitsandbytes", "gguf"),
+    *("pyarrow", "huggingface_hub", "gshare.kernels", "gshare.agent.base", "gshare.agent.train"),
+)
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+_home = Path(tempfile.mkdtemp(prefix="gshare-test-"))
+
+
+def _set_environment() -> None:
+    cpu = Path("/proc/cpuinfo")
+    wide = cpu.is_file() and "avx512f" in cpu.read_text(encoding="utf-8")
+    os.environ["MKL_CBWR"] = "AVX512,STRICT" if wide else "AVX2,STRICT"
+    os.environ.update(
+        OMP_NUM_THREADS="2",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        GSHARE_LEDGER_DIR=str(_home / "ledger"),
+    )
+    for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+        folder = _home / variable.removeprefix("XDG_").removesuffix("_HOME").removesuffix("_DIR").lower()
+        folder.mkdir(mode=0o700)
+        os.environ[variable] = str(folder)
+
+
+_set_environment()
+
+
+def _imports(source: str) -> set[str]:
+    """Every module that a test file imports, at any depth, with `from a import b` as `a` and `a.b`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def needs_torch(path: Path) -> bool:
+    """Whether the test file imports anything of `NEEDS_TORCH`."""
+    imported = _imports(path.read_text(encoding="utf-8"))
+    return any(name == need or name.startswith(need + ".") for name in imported for need in NEEDS_TORCH)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if HAS_TORCH or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    return True if needs_torch(collection_path) else None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if HAS_TORCH:
+        return []
+    left_out = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if needs_torch(path))
+    return [f"no torch here, left out: {', '.join(left_out)}"]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(_home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama checkpoint of two layers with a tokenizer and a chat template; read-only."""
+    from gshare.agent.base.tiny import make_tiny_checkpoint
+
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("base") / "tiny-llama")
