@@ -1,0 +1,130 @@
+"""One adapter in the engine: its spec, its matrices in the arena, its optimizer state.
+
+Everything here is per adapter; nothing of it is shared, so no adapter's arithmetic can see another's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.train.arena import Arena, MatrixKey
+from gshare.kernels.adamw import adamw_step_
+from gshare.kernels.adamw_8bit import Adam8bitState, adamw_8bit_step_
+from gshare.kernels.grad_norm import clip_coefficient, grad_norm
+
+_EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
+
+
+def initial_a(seed: int, key: MatrixKey, shape: tuple[int, int]) -> torch.Tensor:
+    """A's start: U(−1/√K, 1/√K) with K = in_features, as PEFT's kaiming_uniform(a=√5); B starts at zero.
+
+    Keyed by (seed, layer, linear): a job's start does not depend on which other linears it targets, nor
+    on the device or library version (Philox counter stream, 53-bit doubles rounded to fp32).
+    """
+    from gshare.agent.jobs.spec import LINEARS
+
+    stream = np.random.Philox(key=[seed % 2**64, (key.layer << 8) | LINEARS.index(key.linear)])
+    raw = stream.random_raw(shape[0] * shape[1])
+    unit = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bound = 1.0 / shape[1] ** 0.5
+    return torch.from_numpy(((2.0 * unit - 1.0) * bound).astype(np.float32)).view(shape)
+
+
+class Adapter:
+    """A slot of the arena with its optimizer; `key` is its name in the arena."""
+
+    def __init__(self, name: str, spec: AdapterSpec, arena: Arena, shapes: dict[MatrixKey, tuple[int, int]]) -> None:
+        assert spec.seed is not None, "the runner fills the seed in"
+        self.name = name
+        self.spec = spec
+        self.arena = arena
+        self.lowest_layer = min(key.layer for key in shapes)
+        arena.allocate(name, shapes)
+        self._eight_bit: dict[MatrixKey, Adam8bitState] = {}
+        for key, shape in shapes.items():
+            if key.side == "A":
+                arena.view("params", name, key).copy_(initial_a(spec.seed, key, shape))
+            if spec.optim in _EIGHT_BIT:
+                self._eight_bit[key] = Adam8bitState.new(shape, device=arena.device)
+        arena.publish(name)
+
+    def gradient_norm(self) -> float:
+        """L2 norm over all matrices in contract order; NaN or inf when any gradient is not finite."""
+        return float(grad_norm([self.arena.view("grads", self.name, k) for k, _ in self.arena.matrices(self.name)]))
+
+    def update(self, *, step: int, learning_rate: float, norm: float) -> None:
+        """Clip and step every matrix; `step` is 1-based (Adam's bias correction)."""
+        spec, arena = self.spec, self.arena
+        clip = clip_coefficient(norm, spec.max_grad_norm) if spec.max_grad_norm > 0 else 1.0
+        for key, _ in arena.matrices(self.name):
+            grad = arena.view("grads", self.name, key)
+            if clip != 1.0:
+                grad.mul_(clip)
+            param = arena.view("params", self.name, key)
+            if key in self._eight_bit:
+                adamw_8bit_step_(
+                    param,
+                    grad,
+                    self._eight_bit[key],
+                    lr=learning_rate,
+                    beta1=spec.adam_beta1,
+                    beta2=spec.adam_beta2,
+                    eps=spec.adam_epsilon,
+                    weight_decay=spec.weight_decay,
+                    step=step,
+                )
+            else:
+                adamw_step_(
+                    param,
+                    grad,
+                    arena.view("exp_avg", self.name, key),
+                    arena.view("exp_avg_sq", self.name, key),
+                    lr=learning_rate,
+                    beta1=spec.adam_beta1,
+                    beta2=spec.adam_beta2,
+                    eps=spec.adam_epsilon,
+                    weight_decay=spec.weight_decay,
+                    step=step,
+                )
+        arena.publish(self.name)
+
+    # ------------------------------------------------------------------ state in and out
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Host copies of the fp32 masters under PEFT's names."""
+        return {
+            key.peft_name(): self.arena.view("params", self.name, key).detach().cpu().clone()
+            for key, _ in self.arena.matrices(self.name)
+        }
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Host copies of the moments: `<peft name>.exp_avg`, … or the 8-bit state's own parts."""
+        tensors: dict[str, torch.Tensor] = {}
+        for key, _ in self.arena.matrices(self.name):
+            if key in self._eight_bit:
+                for part, tensor in self._eight_bit[key].named_tensors().items():
+                    tensors[f"{key.peft_name()}.{part}"] = tensor.detach().cpu().clone()
+            else:
+                for part in ("exp_avg", "exp_avg_sq"):
+                    view = self.arena.view(part, self.name, key)
+                    tensors[f"{key.peft_name()}.{part}"] = view.detach().cpu().clone()
+        return tensors
+
+    def load(self, parameters: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
+        """The inverse of `parameters` and `optimizer_tensors`; KeyError names a missing tensor."""
+        for key, _ in self.arena.matrices(self.name):
+            name = key.peft_name()
+            self.arena.view("params", self.name, key).copy_(parameters[name])
+            if key in self._eight_bit:
+                prefix = f"{name}."
+                parts = {k[len(prefix) :]: v for k, v in optimizer.items() if k.startswith(prefix)}
+                self._eight_bit[key] = Adam8bitState.from_named_tensors(parts, device=self.arena.device)
+            else:
+                for part in ("exp_avg", "exp_avg_sq"):
+                    self.arena.view(part, self.name, key).copy_(optimizer[f"{name}.{part}"])
+        self.arena.publish(self.name)
+
+    def close(self) -> None:
+        self.arena.free(self.name)

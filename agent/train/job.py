@@ -1,0 +1,178 @@
+"""One job in the runner: its rows, its adapter, its counters, its `metrics.jsonl`.
+
+A job is a pure function of its spec, its data and the base. What is kept here is exactly what a
+checkpoint holds, plus open files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gshare.agent.data.sampler import Sampler
+from gshare.agent.data.split import split_rows
+from gshare.agent.data.tokens import TokenStore
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.events import JobStateName
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.engine import Row
+from gshare.agent.train.rounds import StepWork
+
+
+@dataclass(frozen=True)
+class JobData:
+    """The rows of a job: token files opened, split, and put in order."""
+
+    train: TokenStore
+    val: TokenStore
+    val_rows: np.ndarray  # int64, row ids in `val`
+    sampler: Sampler
+
+    @classmethod
+    def open(cls, request: JobRequest) -> JobData:
+        """Raises UsageError when nothing is left to train on, GshareError for a damaged token file."""
+        spec = request.spec
+        assert spec.seed is not None
+        train = TokenStore.open(Path(request.train_store), request.train_hash)
+        if request.val_store is not None:
+            val = TokenStore.open(Path(request.val_store), request.val_hash)
+            train_rows, val_rows = np.arange(train.n_rows), np.arange(val.n_rows)
+        else:
+            val = train
+            split = split_rows(train, val_fraction=spec.val_fraction, seed=spec.seed)
+            train_rows, val_rows = split.train, split.val
+        if len(train_rows) == 0:
+            raise UsageError(f"adapter {spec.name}: {spec.data} leaves no row to train on")
+        sampler = Sampler(
+            train_rows,
+            seed=spec.seed,
+            batch_size=spec.per_device_train_batch_size,
+            accumulation=spec.gradient_accumulation_steps,
+            num_train_epochs=spec.num_train_epochs,
+            max_steps=spec.max_steps,
+        )
+        return cls(train, val, val_rows, sampler)
+
+    def validation(self) -> list[Row]:
+        return [Row(*self.val.row(int(i))) for i in self.val_rows]
+
+    def micro_batches(self, step: int) -> list[list[Row]]:
+        """The rows of 0-based optimizer step `step`, numbered through the step."""
+        batches: list[list[Row]] = []
+        sample = 0
+        for ids in self.sampler.step_rows(step):
+            batch = []
+            for i in ids:
+                batch.append(Row(*self.train.row(i), sample=sample))
+                sample += 1
+            batches.append(batch)
+        return batches
+
+
+class Job:
+    """Mutable state of one job; the runner drives it."""
+
+    def __init__(self, request: JobRequest, data: JobData, adapter: Adapter, order: int) -> None:
+        self.request = request
+        self.spec: AdapterSpec = request.spec
+        self.data = data
+        self.adapter = adapter
+        self.order = order
+        self.output_dir = Path(request.spec.output_dir)
+        self.state: JobStateName = "running"
+        self.reason = ""
+        self.step = 0  # optimizer steps done
+        self.tokens = 0
+        self.last_loss: float | None = None
+        self.last_val_loss: float | None = None
+        self.best_val_loss: float | None = None
+        self.best_step = 0
+        self.saved_step = -1  # step of the newest checkpoint submitted
+        self.evaluated_step = -1
+        self._next: StepWork | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def total_steps(self) -> int:
+        return self.data.sampler.total_steps
+
+    @property
+    def epoch(self) -> float:
+        return self.data.sampler.epoch_at(self.step)
+
+    def next_work(self) -> StepWork:
+        """The next optimizer step's rows; read once, whatever schedule asks how often."""
+        if self._next is None or self._next.step != self.step:
+            self._next = StepWork(self.adapter, self.step, self.data.micro_batches(self.step))
+        return self._next
+
+    def due(self, every: int) -> bool:
+        """Whether something done every `every` steps (0: only at the end) is due after this step."""
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    def note_evaluation(self, val_loss: float) -> bool:
+        """Take a validation loss in; True when it is the best so far (a tie keeps the earlier step)."""
+        self.evaluated_step = self.step
+        self.last_val_loss = val_loss
+        if math.isfinite(val_loss) and (self.best_val_loss is None or val_loss < self.best_val_loss):
+            self.best_val_loss, self.best_step = val_loss, self.step
+            return True
+        return False
+
+    # ------------------------------------------------------------------ files
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, flushed to the kernel: it survives this process's death."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, separators=(",", ":"))
+        with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "last_loss": _finite(self.last_loss),
+            "last_val_loss": _finite(self.last_val_loss),
+            "best_val_loss": self.best_val_loss,
+            "best_step": self.best_step,
+            "evaluated_step": self.evaluated_step,
+            "train_hash": self.request.train_hash,
+            "val_hash": self.request.val_hash,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `counters`. UsageError when the checkpoint was trained on other data."""
+        for key, now in (("train_hash", self.request.train_hash), ("val_hash", self.request.val_hash)):
+            if state[key] != now:
+                raise UsageError(
+                    f"adapter {self.name}: {self.output_dir} was trained on other data ({key} differs); "
+                    "resume with the same data file, or choose another output_dir"
+                )
+        self.step = int(state["step"])
+        self.tokens = int(state["tokens"])
+        self.last_loss = state["last_loss"]
+        self.last_val_loss = state["last_val_loss"]
+        self.best_val_loss = state["best_val_loss"]
+        self.best_step = int(state["best_step"])
+        self.evaluated_step = int(state["evaluated_step"])
+        self.saved_step = self.step
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a non-finite number is written as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def total_tokens(rows: Sequence[Row]) -> int:
+    return sum(len(row.tokens) for row in rows)

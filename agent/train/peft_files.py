@@ -1,0 +1,116 @@
+"""Reading an exported adapter (PEFT layout), and merging it into a full checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from gshare.agent.base.generate import LoadedLora
+from gshare.agent.errors import UsageError
+from gshare.agent.train.files import publish_dir
+
+_TENSOR = re.compile(
+    r"^base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight$"
+)
+Matrices = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+
+
+def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
+    """adapter_config.json and the (layer, linear) → (A, B) matrices in fp32. UsageError names the file."""
+    config_path, weights_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    for path in (config_path, weights_path):
+        if not path.is_file():
+            raise UsageError(f"{path} is missing: {directory} is not an adapter (give the job's output_dir, or its best/)")
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        tensors = load_file(weights_path)
+    except (ValueError, SafetensorError) as error:
+        raise UsageError(f"{directory}: cannot be read as an adapter: {error}") from error
+    halves: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.match(name)
+        if match is None:
+            raise UsageError(f"{weights_path}: unexpected tensor {name}; only LoRA of linear layers is supported")
+        halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
+    incomplete = [key for key, pair in halves.items() if len(pair) != 2]
+    if incomplete or not halves:
+        raise UsageError(f"{weights_path}: lora_A and lora_B do not pair up at {incomplete[:3] or 'any layer'}")
+    return config, {key: (pair["A"], pair["B"]) for key, pair in halves.items()}
+
+
+def adapter_scaling(config: dict[str, Any]) -> float:
+    """lora_alpha / r, or lora_alpha / √r with use_rslora, as PEFT."""
+    r = float(config["r"])
+    return float(config["lora_alpha"]) / (r**0.5 if config.get("use_rslora") else r)
+
+
+def load_lora(directory: Path, device: torch.device, dtype: torch.dtype) -> LoadedLora:
+    """The adapter ready for generation."""
+    config, matrices = read_adapter(directory)
+    moved = {key: (a.to(device, dtype), b.to(device, dtype)) for key, (a, b) in matrices.items()}
+    return LoadedLora(moved, adapter_scaling(config))
+
+
+def merge(
+    adapter_dir: Path,
+    model_dir: Path,
+    out: Path,
+    *,
+    dequantised: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    progress: Callable[[str], None] = lambda file: None,
+) -> int:
+    """Write a full checkpoint to `out` with W + scaling · B A merged in; returns how many linears changed.
+
+    The sum is made in fp32 and rounded to the checkpoint's dtype. Every other tensor, tied embeddings
+    included, is copied as it is. `dequantised(name, weight)` replaces a linear's weight before the merge
+    (the NF4 or int8 values the adapter was trained against); None merges into the checkpoint's own values.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists already; choose a new directory for the merged checkpoint")
+    config, matrices = read_adapter(adapter_dir)
+    scaling = adapter_scaling(config)
+    names = {
+        f"model.layers.{layer}.{'mlp' if linear in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}."
+        f"{linear}.weight": pair
+        for (layer, linear), pair in matrices.items()
+    }
+    temporary = out.parent / f".{out.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    merged: set[str] = set()
+    for source in sorted(model_dir.iterdir()):
+        if source.suffix != ".safetensors":
+            if source.is_file() and source.suffix in (".json", ".model", ".txt", ".jinja"):
+                shutil.copyfile(source, temporary / source.name)
+            continue
+        progress(source.name)
+        tensors = {}
+        with safe_open(source, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  (not a dict)
+                weight = shard.get_tensor(name)
+                if name in names:
+                    a, b = names[name]
+                    start = dequantised(name, weight) if dequantised is not None else weight
+                    if tuple(weight.shape) != (b.shape[0], a.shape[1]):
+                        raise UsageError(
+                            f"{adapter_dir} does not fit {model_dir}: {name} is {tuple(weight.shape)}, "
+                            f"the adapter's is {(b.shape[0], a.shape[1])}"
+                        )
+                    weight = (start.float() + scaling * (b @ a)).to(weight.dtype)
+                    merged.add(name)
+                tensors[name] = weight.contiguous()
+        save_file(tensors, temporary / source.name, metadata={"format": "pt"})
+    missing = sorted(names.keys() - merged)
+    if missing:
+        shutil.rmtree(temporary)
+        raise UsageError(f"{model_dir} has no tensor {missing[0]}; the adapter is for another model")
+    publish_dir(temporary, out)
+    return len(merged)

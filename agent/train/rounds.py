@@ -1,0 +1,169 @@
+"""One round: every scheduled adapter does one optimizer step, fused into as few passes as fit.
+
+A round is a transaction. Gradients of all passes come first, every update comes last; an out-of-memory
+error in between changes nothing: the round starts again with fewer rows in each pass, and since a job
+is a pure function the bits are those that the larger passes would have given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.engine import Engine, Part, Row, mean_loss
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One adapter's next optimizer step: its micro-batches (lists of rows) in order."""
+
+    adapter: Adapter
+    step: int  # 0-based
+    micro_batches: Sequence[Sequence[Row]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.tokens) for batch in self.micro_batches for row in batch)
+
+    @property
+    def label_tokens(self) -> int:
+        return sum(row.label_tokens for batch in self.micro_batches for row in batch)
+
+
+@dataclass
+class StepOutcome:
+    """What became of it. `error` set: nothing was computed for this adapter and nothing changed."""
+
+    work: StepWork
+    losses: list[float] = field(default_factory=list)
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    adapters_in_pass: int = 1
+    error: Exception | None = None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's, the CPU allocator's and Python's own."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
+    """Micro-batch j of every adapter goes into pass j; a pass over `max_tokens` is cut between rows.
+
+    A single row longer than `max_tokens` is a pass of its own. Each adapter's rows keep their order.
+    """
+    passes: list[list[Part]] = []
+    for j in range(max((len(w.micro_batches) for w in work), default=0)):
+        current: list[Part] = []
+        used = 0
+        for w in work:
+            if j >= len(w.micro_batches):
+                continue
+            rows: list[Row] = []
+            for row in w.micro_batches[j]:
+                length = len(row.tokens)
+                if used and used + length > max_tokens:
+                    if rows:
+                        current.append(Part(w.adapter, rows, w.step, w.label_tokens))
+                    passes.append(current)
+                    current, rows, used = [], [], 0
+                rows.append(row)
+                used += length
+            if rows:
+                current.append(Part(w.adapter, rows, w.step, w.label_tokens))
+        if current:
+            passes.append(current)
+    return passes
+
+
+class OutOfMemory(RuntimeError):
+    """One row of one adapter alone does not fit."""
+
+
+class Rounds:
+    """Runs rounds and remembers how many tokens a pass may hold on this machine."""
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        self.engine = engine
+        self.max_tokens = max_tokens
+
+    def run(self, work: Sequence[StepWork]) -> list[StepOutcome]:
+        """Losses and gradient norms of every adapter's step; the caller commits with `Adapter.update`.
+
+        An exception that is not an OOM is retried one adapter at a time, so that it ends only the one
+        that causes it.
+        """
+        try:
+            return self._run_fused(work)
+        except Exception as error:
+            if len(work) == 1:
+                return [StepOutcome(work[0], error=error)]
+            log.warning("round of %d adapters failed (%s); running each alone", len(work), error)
+        outcomes = []
+        for one in work:
+            try:
+                outcomes += self._run_fused([one])
+            except Exception as error:
+                outcomes.append(StepOutcome(one, error=error))
+        return outcomes
+
+    def _run_fused(self, work: Sequence[StepWork]) -> list[StepOutcome]:
+        while True:
+            passes = split_passes(work, self.max_tokens)
+            try:
+                return self._attempt(work, passes)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                largest = max(sum(part.tokens for part in one) for one in passes)
+                if all(sum(len(part.rows) for part in one) == 1 for one in passes):
+                    raise OutOfMemory(
+                        f"out of memory with one row of {largest} tokens in the pass; lower max_length or use "
+                        "gradient_checkpointing = true"
+                    ) from error
+                self.max_tokens = max(largest // 2, 1)
+                log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)
+            if self.engine.base.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _attempt(self, work: Sequence[StepWork], passes: list[list[Part]]) -> list[StepOutcome]:
+        outcomes = {w.adapter.name: StepOutcome(w) for w in work}
+        for w in work:
+            self.engine.arena.zero_grads(w.adapter.name)
+        for parts in passes:
+            for part, losses in zip(parts, self.engine.forward_backward(parts), strict=True):
+                outcome = outcomes[part.adapter.name]
+                outcome.losses += losses
+                outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
+        for w in work:
+            outcome = outcomes[w.adapter.name]
+            outcome.loss = mean_loss(outcome.losses, w.label_tokens)
+            outcome.grad_norm = w.adapter.gradient_norm()
+        return list(outcomes.values())
+
+    def evaluate(self, work: Sequence[tuple[Adapter, Sequence[Row]]]) -> list[float]:
+        """Mean validation loss of each adapter over its rows, fused; NaN when not finite."""
+        as_steps = [StepWork(adapter, 0, [rows]) for adapter, rows in work]
+        while True:
+            passes = split_passes(as_steps, self.max_tokens)
+            losses: dict[str, list[float]] = {adapter.name: [] for adapter, _ in work}
+            try:
+                for parts in passes:
+                    for part, part_losses in zip(parts, self.engine.evaluate(parts), strict=True):
+                        losses[part.adapter.name] += part_losses
+            except Exception as error:
+                largest = max(sum(part.tokens for part in one) for one in passes)
+                single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
+                if not is_out_of_memory(error) or single:
+                    raise
+                self.max_tokens = max(largest // 2, 1)
+                continue
+            return [mean_loss(losses[w.adapter.name], w.label_tokens) for w in as_steps]

@@ -1,0 +1,133 @@
+"""Base linear, forward and dX: one GEMM per linear and pass for all adapters together.
+
+    forward   y (T, N)  = x (T, K) @ w (N, K)ᵀ
+    dX        dx (T, K) = dy (T, N) @ w (N, K)
+
+The contract (NUMERICS.md, *Row invariance*): a row of the result depends on that row of the input and
+on the weight alone, never on T or on the row's place. Libraries keep that for some shapes only, so it is
+checked on the real weights the first time a shape is seen; where the check fails, the product runs in
+tiles of one fixed row count, which has the property by construction and is checked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from gshare.kernels.errors import NotRowInvariant
+
+Plan = Literal["whole", "tiled"]
+
+# Rows per tile where the whole product is not row-invariant. cuBLAS was bit-equal from 512 rows on
+# (H200, Llama-8B and Qwen-7B shapes); MKL without strict mode differs up to about 210 rows.
+TILE_ROWS = {"cpu": 64, "cuda": 512}
+
+# Plain MKL fails at 1–16 rows (edge kernels) and at 57–207 (blocking); cuBLAS at 64–256 (split-K).
+CHECK_ROWS = (1, 2, 7, 17, 64, 100, 192, 257)
+
+
+def linear_reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x (T, K) @ w (N, K)ᵀ → (T, N)."""
+    return x @ w.t()
+
+
+def linear_dx_reference(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """dy (T, N) @ w (N, K) → (T, K)."""
+    return dy @ w
+
+
+class RowInvariantGemm:
+    """The two products, each with a plan per weight shape; `exact=False` is the negative control."""
+
+    def __init__(self, *, exact: bool = True, checked: bool = True) -> None:
+        self.exact = exact
+        self._checked = checked
+        self._plans: dict[tuple[str, torch.Size, torch.dtype], Plan] = {}
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return self._run("linear", linear_reference, x, w)
+
+    def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return self._run("linear_dx", linear_dx_reference, dy, w)
+
+    def plans(self) -> dict[str, Plan]:
+        """What was chosen per product and shape, for `gshare doctor`, audits and the fingerprint."""
+        return {f"{kind} {tuple(shape)}": plan for (kind, shape, _), plan in self._plans.items()}
+
+    def _run(
+        self,
+        kind: str,
+        product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        w: torch.Tensor,
+    ) -> torch.Tensor:
+        if not self.exact:
+            return _batch_dependent(product, kind, x, w)
+        key = (kind, w.shape, w.dtype)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = choose_plan(kind, product, x, w) if self._checked else "whole"
+        return product(x, w) if plan == "whole" else in_tiles(product, x, w)
+
+
+def in_tiles(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """The product in tiles of TILE_ROWS rows, the last one filled up with zero rows."""
+    rows = TILE_ROWS[x.device.type]
+    total = x.shape[0]
+    padded = -(-total // rows) * rows
+    if padded != total:
+        x = torch.cat([x, x.new_zeros(padded - total, x.shape[1])])
+    return torch.cat([product(x[i : i + rows], w) for i in range(0, padded, rows)])[:total]
+
+
+def choose_plan(
+    kind: str,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    w: torch.Tensor,
+) -> Plan:
+    """Check bit for bit that rows do not depend on their company; raises NotRowInvariant if nothing does.
+
+    The probe is made of random rows with the width of `x`; it never looks at the job's own data, so the
+    choice is the same in every process.
+    """
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(max(CHECK_ROWS), x.shape[1], generator=generator).to(x.device, x.dtype)
+    tiled = in_tiles(product, probe, w)
+
+    def same(run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        whole = run(probe)
+        return all(
+            torch.equal(run(probe[:rows].clone()), whole[:rows])
+            and torch.equal(run(probe[-rows:].clone()), whole[-rows:])
+            for rows in CHECK_ROWS
+        )
+
+    if same(lambda rows: product(rows, w)):
+        return "whole"
+    if same(lambda rows: in_tiles(product, rows, w)) and bool(tiled.isfinite().all()):
+        return "tiled"
+    raise NotRowInvariant(
+        f"{kind} with a weight of {tuple(w.shape)} ({w.dtype}) on {x.device} gives rows that depend on their "
+        "neighbours even in fixed tiles; exact training is not possible with this BLAS. On x86 start Python "
+        "with MKL_CBWR=AVX2,STRICT (gshare's own trainer does)."
+    )
+
+
+def _batch_dependent(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    kind: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+) -> torch.Tensor:
+    """Negative control: what split-K does. The reduction is cut in two when the batch is large."""
+    if x.shape[0] <= 48:
+        return product(x, w)
+    half = x.shape[1] // 2
+    if kind == "linear":
+        return product(x[:, :half], w[:, :half]) + product(x[:, half:], w[:, half:])
+    return product(x[:, :half], w[:half]) + product(x[:, half:], w[half:])

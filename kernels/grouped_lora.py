@@ -1,0 +1,74 @@
+"""Grouped LoRA: every adapter of a pass adds its low-rank path to one linear.
+
+Per adapter with rank r, scaling s, keep probability p and keep mask m (1 without dropout):
+
+    forward    S  = (s/p) · (x ∘ m) Aᵀ             (L, r)
+               y += S Bᵀ                           y (T, N), in place
+    backward   dS = (s/p) · dy B                   (L, r)
+               dx += m ∘ (dS A)                    dx (T, K), in place; skipped when dx is None
+               dB += dyᵀ S,   dA += dSᵀ (x ∘ m)    fp32, in place
+
+Order (NUMERICS.md, *dA and dB*): the sum over tokens restarts at each sequence, and the sequences'
+partial sums are added in order into one fp32 accumulator, which lives through the micro-batches of the
+step. So it does not matter how the step's sequences were cut into passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gshare.kernels.layout import LoraSlot
+
+
+def _dropped_input(x: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
+    """x ∘ m of the slot's `index`-th sequence, (L, K)."""
+    first, last = slot.sequences[index]
+    rows = x[first:last]
+    if slot.keep is None:
+        return rows
+    return rows * slot.keep(index, rows.shape[1])
+
+
+def _whole_input(x: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
+    if slot.keep is None:
+        return x[slot.start : slot.end]
+    return torch.cat([_dropped_input(x, slot, i) for i in range(len(slot.sequences))])
+
+
+def lora_forward_reference(x: torch.Tensor, y: torch.Tensor, slots: Sequence[LoraSlot]) -> list[torch.Tensor]:
+    """Adds every slot's path to y (T, N) in place; returns each slot's scaled S (tokens, r)."""
+    saved = []
+    for slot in slots:
+        s = _whole_input(x, slot) @ slot.a.t()
+        s = s * (slot.scaling / slot.keep_probability)
+        y[slot.start : slot.end] += s @ slot.b.t()
+        saved.append(s)
+    return saved
+
+
+def lora_backward_reference(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    dx: torch.Tensor | None,
+    slots: Sequence[LoraSlot],
+    saved: Sequence[torch.Tensor],
+) -> None:
+    """Adds to dx (T, K) unless None, and to every slot's grad_a (r, K) and grad_b (N, r)."""
+    for slot, s in zip(slots, saved, strict=True):
+        assert slot.grad_a is not None
+        assert slot.grad_b is not None
+        dy_slot = dy[slot.start : slot.end]
+        ds = (dy_slot @ slot.b) * (slot.scaling / slot.keep_probability)
+        d_input = ds @ slot.a if dx is not None else None
+        for index, (first, last) in enumerate(slot.sequences):
+            a, b = first - slot.start, last - slot.start
+            # clone(): a fresh, aligned operand, so that the bits are those of the sequence alone
+            # even where r · 4 bytes is not a multiple of the vector width.
+            slot.grad_b += dy[first:last].float().t() @ s[a:b].float().clone()
+            slot.grad_a += ds[a:b].float().clone().t() @ _dropped_input(x, slot, index).float()
+            if d_input is not None and slot.keep is not None:
+                d_input[a:b] *= slot.keep(index, d_input.shape[1])
+        if dx is not None and d_input is not None:
+            dx[slot.start : slot.end] += d_input
