@@ -25,12 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from gshare.kernels.adamw import adamw_step_, bias_corrections
+from torch import Tensor
 
 #: Elements that share one absmax.
 BLOCK = 256
@@ -58,7 +58,7 @@ def _dynamic_map_values(signed: bool) -> tuple[float, ...]:
         half = (count + 1) // 2
         bounds = [f32(float(f32(0.1)) + float(step) * k) for k in range(half)]
         bounds += [f32(1.0 - float(step) * (count - k)) for k in range(half, count + 1)]
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        for low, high in pairwise(bounds):
             value = f32(f32(10.0 ** (i - 6)) * f32(f32(low + high) / f32(2.0)))
             values += [value, -value] if signed else [value]
     assert len(values) == 256, len(values)
@@ -88,11 +88,11 @@ class Adam8bitState:
         """The state before the first step: all zeros (codes too, as their absmax is 0)."""
         elements = int(np.prod(shape, dtype=np.int64))
         if elements < MIN_8BIT_SIZE:
-            moments = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)]
-            return cls(*moments, None, None)
-        codes = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2)]
-        scales = [torch.zeros(-(-elements // BLOCK), dtype=torch.float32, device=device) for _ in range(2)]
-        return cls(*codes, *scales)
+            moments = torch.zeros(shape, dtype=torch.float32, device=device)
+            return cls(moments, moments.clone(), None, None)
+        codes = torch.zeros(shape, dtype=torch.uint8, device=device)
+        absmax = torch.zeros(-(-elements // BLOCK), dtype=torch.float32, device=device)
+        return cls(codes, codes.clone(), absmax, absmax.clone())
 
     def to_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Named tensors for a checkpoint: `<prefix>.state1` … `<prefix>.absmax2`; views, not copies."""
@@ -151,7 +151,7 @@ def adamw_8bit_step_(
         adamw_step_(param, grad, state.state1, state.state2, **hyper)
         return
     assert param.shape == grad.shape == state.state1.shape == state.state2.shape, "shapes must agree"
-    assert param.is_contiguous() and grad.is_contiguous(), "blocks are of contiguous elements"
+    assert all(t.is_contiguous() for t in (param, grad, state.state1, state.state2)), "blocks need contiguity"
     bias_corrections(beta1, beta2, step)  # refuses step 0 before anything is written
     p, g, s1, s2 = (t.view(-1) for t in (param, grad, state.state1, state.state2))
     elements = p.numel()

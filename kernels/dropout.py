@@ -41,7 +41,7 @@ def keep_scale(p: float) -> float:
     return 65536.0 / (65536 - threshold(p))
 
 
-def keep_mask(
+def keep_mask(  # noqa: PLR0917  (the key, in the order of the contract)
     seed: int, step: int, sample: int, layer: int, module: int, length: int, features: int, p: float
 ) -> Tensor:
     """The keep mask of one sequence at one LoRA input: (length, features), bool, on the CPU.
@@ -50,9 +50,8 @@ def keep_mask(
     whatever the micro-batches; `module` is the index in `LINEARS`. Modules that read the same input have
     masks of their own, as in PEFT.
     """
-    assert 0 <= seed < 2**64 and 0 <= step < 2**64 and 0 <= sample < 2**64, (seed, step, sample)
-    assert 0 <= layer < 2**32 and 0 <= module < 2**32, (layer, module)
-    assert length >= 0 and features >= 1, (length, features)
+    assert all(0 <= word < 2**64 for word in (seed, step, sample)), (seed, step, sample)
+    assert all(0 <= half < 2**32 for half in (layer, module)), (layer, module)
     cut = threshold(p)
     blocks = -(-features // FIELDS)
     generator = np.random.Philox(

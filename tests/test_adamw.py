@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from gshare.kernels.adamw import CHUNK, adamw_step_
 
 HYPER = {"lr": 2e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -79,8 +78,8 @@ def test_one_two_and_four_threads_give_the_same_bits() -> None:
 
 
 def test_scalar_and_vector_body_agree_and_the_check_can_fail() -> None:
-    """Element by element in numpy float32 (no vector unit, no FMA) gives the same bits; another association of
-    the same products does not, so equality here is not a loose comparison."""
+    """Element by element in numpy float32 (no vector unit, no FMA) gives the same bits; another association
+    of the same products does not, so equality here is not a loose comparison."""
     tensors = operands(300)
     p, g, m, v = (t.numpy().copy() for t in tensors)
     run(tensors, step=3)
@@ -94,7 +93,8 @@ def test_scalar_and_vector_body_agree_and_the_check_can_fail() -> None:
         expected[i] = p[i] * f32(1.0 - 2e-4 * 0.01) - (mi / d) * f32(2e-4 / c1)
         squares[i] = vi
         other[i] = v[i] * f32(0.999) + f32(1.0 - 0.999) * (g[i] * g[i])
-    assert (tensors[0].numpy() == expected).all() and (tensors[3].numpy() == squares).all()
+    assert (tensors[0].numpy() == expected).all()
+    assert (tensors[3].numpy() == squares).all()
     assert (tensors[3].numpy() != other).any()
 
 

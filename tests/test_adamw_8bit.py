@@ -7,7 +7,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-
 from gshare.kernels import adamw_8bit
 from gshare.kernels.adamw import adamw_step_
 from gshare.kernels.adamw_8bit import (
@@ -71,7 +70,8 @@ def test_codes_are_those_of_the_binary_search_ties_and_signs_included(signed: bo
 
 def test_a_block_of_zeros_and_every_table_value_come_back() -> None:
     codes, absmax = quantise_blocks(torch.zeros(2, BLOCK), signed=True)
-    assert (codes == 127).all() and (absmax == 0).all()
+    assert (codes == 127).all()
+    assert (absmax == 0).all()
     for signed in (True, False):
         table = dynamic_map(signed)
         codes, absmax = quantise_blocks(table[None] * 0.5, signed)  # a power of two: scaling is exact
@@ -111,14 +111,16 @@ def test_codes_equal_bitsandbytes_cpu_apart_from_its_coarse_lookup(signed: bool)
     x = x if signed else x.abs()
     theirs, their_absmax = torch.ops.bitsandbytes.quantize_blockwise(x, dynamic_map(signed), BLOCK)
     snapped, absmax = snapped_quantise(x, signed)
-    assert torch.equal(snapped, theirs) and torch.equal(absmax, their_absmax)
+    assert torch.equal(snapped, theirs)
+    assert torch.equal(absmax, their_absmax)
     exact, absmax = quantise_blocks(x, signed)
     assert torch.equal(absmax, their_absmax)
     # Where the map is as coarse as the lookup or coarser, at most one code off, and rarely.
     table = dynamic_map(signed)
     wide = (x / absmax[:, None]).abs() > 0.1
     off = (exact.int() - theirs.int()).abs()[wide]
-    assert off.max() <= 1 and (off > 0).float().mean() < 0.005
+    assert off.max() <= 1
+    assert (off > 0).float().mean() < 0.005
     # Near zero the exact code is the nearer one: that is the point of not following the lookup.
     distance = [(x / absmax[:, None] - table[codes.int()]).abs().mean() for codes in (exact, theirs)]
     assert distance[0] < distance[1]
@@ -128,8 +130,8 @@ def test_codes_equal_bitsandbytes_cpu_apart_from_its_coarse_lookup(signed: bool)
 def test_twenty_steps_equal_bitsandbytes_cpu_given_its_lookup(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the CPU backend's lookup in place of the exact codes, all else is bitsandbytes' arithmetic up to the last
-    bit or two (it uses addcmul, addcdiv and add(alpha=), which contract)."""
+    """With the CPU backend's lookup in place of the exact codes, the rest is bitsandbytes' arithmetic up to the
+    last bit or two (it uses addcmul, addcdiv and add(alpha=), which contract)."""
     param = normal(*shape, seed=3) * 0.02
     grads = [normal(*shape, seed=10 + i) * 0.1 for i in range(20)]
     theirs, their_state = bitsandbytes_run(param, grads)
@@ -139,7 +141,9 @@ def test_twenty_steps_equal_bitsandbytes_cpu_given_its_lookup(
     for moment in (1, 2):
         codes, absmax = getattr(state, f"state{moment}"), getattr(state, f"absmax{moment}")
         expected = their_state[f"state{moment}"]
-        assert codes.dtype == expected.dtype and codes.shape == expected.shape and absmax is not None
+        assert codes.dtype == expected.dtype
+        assert codes.shape == expected.shape
+        assert absmax is not None
         assert (codes != expected).float().mean() < 2e-3  # a last bit can tip a value over a midpoint
         torch.testing.assert_close(absmax, their_state[f"absmax{moment}"], rtol=0.02, atol=0)
     close = torch.isclose(mine, theirs, rtol=1e-6, atol=1e-9)
@@ -162,8 +166,11 @@ def test_small_tensors_keep_float32_moments_and_equal_adamw() -> None:
     plain, m, v = param.clone(), torch.zeros_like(param), torch.zeros_like(param)
     for step, grad in enumerate(grads, 1):
         adamw_step_(plain, grad, m, v, **HYPER, step=step)
-    assert state.state1.dtype == torch.float32 and state.absmax1 is None
-    assert torch.equal(mine, plain) and torch.equal(state.state1, m) and torch.equal(state.state2, v)
+    assert state.state1.dtype == torch.float32
+    assert state.absmax1 is None
+    assert torch.equal(mine, plain)
+    assert torch.equal(state.state1, m)
+    assert torch.equal(state.state2, v)
     assert Adam8bitState.new((64, 64)).state1.dtype == torch.uint8
 
 
@@ -186,14 +193,15 @@ def test_bits_do_not_depend_on_place_or_threads() -> None:
             assert torch.equal(place, mine)
             for name, tensor in fresh.to_tensors("x").items():
                 assert torch.equal(tensor, state.to_tensors("x")[name]), name
-            assert (arena[:offset] == 9.0).all() and (arena[offset + n :] == 9.0).all()
+            assert (arena[:offset] == 9.0).all()
+            assert (arena[offset + n :] == 9.0).all()
     finally:
         torch.set_num_threads(before)
 
 
 def test_blocks_do_not_reach_across_tensors() -> None:
-    """Two matrices stepped as one flat tensor get another absmax where a block spans both: the bits differ, which
-    is why a state belongs to one matrix."""
+    """Two matrices stepped as one flat tensor get another absmax where a block spans both: the bits differ,
+    which is why a state belongs to one matrix."""
     first, second = normal(4100, seed=30), normal(4100, seed=31) * 100
     alone, _ = run(first, [first, first, first])
     both, _ = run(torch.cat([first, second]), [torch.cat([first, second])] * 3)
@@ -210,7 +218,8 @@ def test_a_state_survives_its_names_and_continues_with_the_same_bits() -> None:
     again = Adam8bitState.from_tensors(named, "layer.0.lora_A")
     for step in (3, 4):
         adamw_8bit_step_(half, grads[step - 1], again, **HYPER, step=step)
-    assert torch.equal(half, mine) and torch.equal(again.state2, state.state2)
+    assert torch.equal(half, mine)
+    assert torch.equal(again.state2, state.state2)
     forgotten = Adam8bitState.new((80, 80))  # negative control: without the state the bits differ
     other, _ = run(param, grads[:2])
     for step in (3, 4):

@@ -6,10 +6,9 @@ import hashlib
 
 import pytest
 import torch
+from gshare.kernels.dropout import keep_mask, keep_scale, threshold
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from gshare.kernels.dropout import keep_mask, keep_scale, threshold
 
 KEY = {"seed": 5, "step": 3, "sample": 2, "layer": 1, "module": 4}
 MASK64 = 2**64 - 1
@@ -45,7 +44,8 @@ def test_philox_has_the_known_answers_of_its_authors() -> None:
 def test_every_bit_is_that_of_the_written_contract(features: int) -> None:
     mask = keep_mask(**KEY, length=7, features=features, p=0.3)
     expected = [[keep_from_contract(t, f, features, 0.3, KEY) for f in range(features)] for t in range(7)]
-    assert mask.dtype == torch.bool and mask.tolist() == expected
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == expected
 
 
 def test_known_answer() -> None:
@@ -69,7 +69,7 @@ def test_a_position_does_not_know_the_length(length: int, longer: int, features:
 
 
 def test_a_mask_keyed_by_batch_offset_would_differ() -> None:
-    """Negative control: cut from one stream over the flattened batch, a row's mask depends on the rows before it."""
+    """Negative control: cut from one stream over the batch, a row's mask depends on the rows before it."""
     alone = keep_mask(**KEY, length=9, features=64, p=0.5)
     stream = keep_mask(**KEY, length=30, features=64, p=0.5)
     assert not torch.equal(stream[11 : 11 + 9], alone)
@@ -108,8 +108,11 @@ def test_rate_and_independence(p: float) -> None:
 
 
 def test_scaling_keeps_the_mean_and_thresholds_are_exact() -> None:
-    assert threshold(0.0) == 0 and threshold(0.5) == 32768 and threshold(0.1) == 6554
-    assert keep_scale(0.0) == 1.0 and keep_scale(0.5) == 2.0
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 32768
+    assert threshold(0.1) == 6554
+    assert keep_scale(0.0) == 1.0
+    assert keep_scale(0.5) == 2.0
     assert keep_scale(0.1) == pytest.approx(1 / 0.9, rel=1e-5)
     assert threshold(0.9999999) == 65535
     with pytest.raises(AssertionError, match="dropout"):

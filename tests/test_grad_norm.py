@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from gshare.kernels.grad_norm import ROW, clip_coefficient, grad_norm
 
 SHAPES = [(8, 64), (3, 5), (1, 1), (1023,), (1024,), (1025,), (40, 431), (6, 42, 3)]
@@ -21,7 +20,8 @@ def test_value_is_the_exact_norm_to_float64_rounding() -> None:
     grads = gradients()
     exact = math.sqrt(math.fsum(x * x for g in grads for x in g.view(-1).tolist()))
     norm = grad_norm(grads)
-    assert norm.dtype == torch.float64 and norm.shape == ()
+    assert norm.dtype == torch.float64
+    assert norm.shape == ()
     assert norm.item() == pytest.approx(exact, rel=1e-14)
     assert grad_norm([torch.zeros(3), torch.zeros(2, 2)]).item() == 0.0
     assert grad_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]).item() == 5.0
@@ -52,7 +52,7 @@ def test_bits_do_not_depend_on_place_threads_or_layout() -> None:
 
 
 def test_the_written_order_is_the_order_used() -> None:
-    """A scalar model of the contract gives the same bits; adding the same squares from left to right does not."""
+    """A scalar model of the contract gives the same bits; the same squares from left to right do not."""
     grads = gradients(2)
     total, plain = 0.0, 0.0
     for g in grads:
