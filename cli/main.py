@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+STDOUT = 1  # its file descriptor
 ABOUT = "Train many LoRA adapters on one frozen base at once, each with the bits it would have had alone."
 
 
@@ -124,17 +125,14 @@ def _unexpected(error: Exception) -> int:
 
 def _reader_is_gone() -> bool:
     """Whether the broken pipe is our stdout (`gshare … | head`) and not, say, a trainer's socket."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always reported
-        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except (OSError, ValueError):
-        return True
+    poll = select.poll()
+    poll.register(STDOUT, 0)  # POLLERR, POLLHUP and POLLNVAL are always reported
+    return bool(poll.poll(0))
 
 
 def _leave_quietly() -> int:
     """Point stdout at nothing, so that the interpreter's last flush does not complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return EXIT_FAILURE
 
 

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from gshare.agent.service.environment import trainer_environment
 
 #: Imports that need the `train` extra.
 NEEDS_TORCH = (
@@ -33,9 +34,7 @@ _home = Path(tempfile.mkdtemp(prefix="gshare-test-"))
 
 
 def _set_environment() -> None:
-    cpu = Path("/proc/cpuinfo")
-    wide = cpu.is_file() and "avx512f" in cpu.read_text(encoding="utf-8")
-    os.environ["MKL_CBWR"] = "AVX512,STRICT" if wide else "AVX2,STRICT"
+    os.environ.update(trainer_environment())
     os.environ.update(
         OMP_NUM_THREADS="2",
         HF_HUB_OFFLINE="1",

@@ -1,0 +1,179 @@
+"""The command's frame: one message per error, the right exit code, nothing of a traceback unless asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+from gshare.agent.errors import GshareError, RetryLater, Stopped, UsageError
+from gshare.cli import main as frame
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Puts a function in the place of `gshare doctor`, found by import path as the real ones are."""
+    module = types.ModuleType("gshare_fake_command")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def install(function: Callable[..., object]) -> None:
+        module.__dict__["function"] = function
+        monkeypatch.setitem(frame.COMMANDS, "doctor", ("gshare_fake_command:function", "fake"))
+
+    return install
+
+
+def test_commands_are_frozen() -> None:
+    """Scripts of users call these names; adding one is fine, changing one is not."""
+    assert {name: path for name, (path, _) in frame.COMMANDS.items()} == {
+        "finetune": "gshare.cli.finetune:finetune",
+        "jobs": "gshare.cli.jobs:app",
+        "data": "gshare.cli.data:app",
+        "generate": "gshare.cli.generate:generate",
+        "export": "gshare.cli.export:export",
+        "audit": "gshare.cli.audit:audit",
+        "doctor": "gshare.cli.doctor:doctor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GshareError("disk full while writing out/a"), 1),
+        (UsageError("adapters.toml: unknown key 'rnak'; did you mean 'rank'?"), 2),
+        (RetryLater("all memory is reserved"), 75),
+        (Stopped("stopped; checkpoints written"), 130),
+        (Stopped("terminated; checkpoints written", 143), 143),
+    ],
+)
+def test_our_errors(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str], error: GshareError, code: int
+) -> None:
+    def fail() -> None:
+        raise error
+
+    command(fail)
+    assert frame.main(["doctor"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"gshare: {error}\n"
+    assert captured.out == ""
+
+
+def test_message_is_not_markup(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UsageError("out/[red]x[/red]: no such file")
+
+    command(fail)
+    frame.main(["doctor"])
+    assert "[red]x[/red]" in capsys.readouterr().err
+
+
+def test_interrupt(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    command(fail)
+    assert frame.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "gshare: interrupted\n"
+
+
+def test_unexpected_error_hides_its_traceback(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("division by zero")
+
+    command(fail)
+    monkeypatch.delenv("GSHARE_TRACEBACK", raising=False)
+    assert frame.main(["doctor"]) == 1
+    quiet = capsys.readouterr().err
+    assert quiet.count("\n") == 1
+    assert "ZeroDivisionError: division by zero" in quiet
+    assert "GSHARE_TRACEBACK=1" in quiet
+
+    monkeypatch.setenv("GSHARE_TRACEBACK", "1")
+    assert frame.main(["doctor"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_os_error_names_the_file(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        os.stat("/nowhere/at/all")
+
+    command(fail)
+    assert frame.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "gshare: /nowhere/at/all: No such file or directory\n"
+
+
+def test_a_broken_socket_is_not_quiet(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a closed stdout is; a trainer that hangs up is an error that has to be seen."""
+
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    command(fail)
+    assert frame.main(["doctor"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1), (75, 75), (True, 0), ("text", 0)])
+def test_what_a_command_returns(command: Callable[..., None], returned: object, code: int) -> None:
+    command(lambda: returned)
+    assert frame.main(["doctor"]) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["fintune"], "unknown command 'fintune'; did you mean 'finetune'?"),
+        (["qqqqqq"], "the commands are finetune, jobs"),
+        (["version", "now"], "'now'"),
+        (["version", "--loud"], "--loud"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert frame.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("gshare: ")
+    assert captured.err.count("\n") == 1
+    assert part in captured.err
+    assert "--help)" in captured.err
+    assert captured.out == ""
+
+
+def test_unknown_command_imports_no_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cyclopts' own message would, to list them; a subcommand that cannot be imported would show it."""
+    monkeypatch.setitem(frame.COMMANDS, "doctor", ("gshare_no_such_module:f", "fake"))
+    assert frame.main(["doctr"]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.main(["version"]) == 0
+    out = capsys.readouterr().out
+    assert frame.main(["--version"]) == 0
+    assert capsys.readouterr().out == out
+    assert out.strip().count(".") == 2
+
+
+def test_closed_stdout_is_quiet() -> None:
+    """`gshare … | head -0`: no traceback and no "Exception ignored" when the interpreter ends."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "gshare.cli.main", "version"],
+        cwd="/",
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 1
