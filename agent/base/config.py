@@ -17,8 +17,8 @@ from gshare.agent.jobs.spec import LINEARS
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 _REFUSED_ROPE = {
-    "dynamic": "its frequencies change with the sequence length, so a token's loss would depend on its neighbours",
-    "longrope": "it switches frequencies with the sequence length, so short rows would depend on long ones",
+    "dynamic": "frequencies follow the longest row of a batch, so a loss would depend on neighbours",
+    "longrope": "frequencies follow the longest row of a batch, so a loss would depend on neighbours",
 }
 
 
@@ -114,7 +114,7 @@ class ModelConfig:
 
 
 def linear_prefix(layer: int, name: str) -> str:
-    """The module name of a linear in Hugging Face checkpoints and in PEFT adapters (below `base_model.model.`)."""
+    """Module name of a linear in Hugging Face checkpoints, and in PEFT adapters below `base_model.model.`."""
     block = "mlp" if name in {"gate_proj", "up_proj", "down_proj"} else "self_attn"
     return f"model.layers.{layer}.{block}.{name}"
 
@@ -183,7 +183,7 @@ def _read_rope(raw: RawConfig, head_dim: int, max_positions: int) -> RopeConfig:
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise raw.error("rope_parameters", "differs between layer types, which is not supported")
     for table in (raw, rope):
-        if table.values.get("partial_rotary_factor") not in {None, 1, 1.0}:
+        if table.values.get("partial_rotary_factor") not in {None, 1}:
             raise table.error(
                 "partial_rotary_factor", "must be 1: rotating a part of a head is not supported"
             )

@@ -23,7 +23,7 @@ class RawConfig:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UsageError(
-                f"{model_dir} has no config.json; give a directory in Hugging Face format, a hub id or a .gguf file"
+                f"{model_dir} has no config.json; give a Hugging Face directory, a hub id or a .gguf file"
             ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from None
