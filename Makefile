@@ -50,23 +50,23 @@ test-py310:
 
 # pip runs only when pyproject.toml is newer than the stamp.
 $(VENV)/bin/python:
-	python="$$($(FIND_PYTHON))" && "$$python" -m venv $(VENV)
+	@python="$$($(FIND_PYTHON))" && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
 
 $(VENV)/.stamp-train: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[train]'
+	$(BIN)/python -m pip install --editable '.[train]'
 	touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	$(BIN)/python -m pip install --editable '.[train,dev]'
 	touch $(VENV)/.stamp-train $@
 
 $(VENV)/.stamp-demo: Makefile | $(VENV)/.stamp-train
-	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_PACKAGES)
+	$(BIN)/python -m pip install --no-deps $(DEMO_PACKAGES)
 	touch $@
 
 $(VENV)-py310/.stamp: pyproject.toml
 	"$(PYTHON310)" -m venv $(VENV)-py310
-	$(VENV)-py310/bin/python -m pip install --quiet --editable '.[test]'
+	$(VENV)-py310/bin/python -m pip install --editable '.[test]'
 	touch $@
 
 clean:

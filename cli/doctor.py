@@ -26,6 +26,7 @@ from gshare.cli.doctor_checks import (
     check_ssh,
     run_probe,
 )
+from gshare.cli.paths import cache_dir, xdg_dir
 from rich.console import Console
 from rich.text import Text
 
@@ -64,17 +65,11 @@ def examine(out: Path) -> list[Check]:
         *check_libraries(probe),
         *check_gpus(probe["torch"], pynvml),
         check_directory("output", out.absolute()),
-        check_directory("cache", xdg_dir("XDG_CACHE_HOME", ".cache")),
+        check_directory("cache", cache_dir()),
         check_directory("state", xdg_dir("XDG_STATE_HOME", ".local/state"), needs_disk=False),
         check_directory("runtime", runtime_parent(), needs_disk=False),
         check_ssh(),
     ]
-
-
-def xdg_dir(variable: str, default: str) -> Path:
-    """`$variable/gshare`, else `~/default/gshare`; a relative value is ignored, as the XDG spec asks."""
-    value = os.environ.get(variable, "")
-    return (Path(value) if os.path.isabs(value) else Path.home() / default) / "gshare"
 
 
 def runtime_parent() -> Path:
