@@ -1,0 +1,152 @@
+"""Reading a TOML configuration so that every fault of it is reported in one run, with line and key.
+
+`TomlFile` knows on which line a key stands; `Faults` collects one line a fault, like a compiler:
+
+    adapters.toml:12: adapter 'support', key 'r': must be at least 1, not 0
+
+`convert` types one value by its annotation. Used by the job spec and by the cluster file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import nearest, shorten
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
+
+
+@dataclass
+class Faults:
+    """Faults found so far, each once, in the order found."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, where: str, message: str) -> None:
+        """`where` names file, line and key (or the flag); `message` says what is wrong and what to do."""
+        line = f"{where}: {message}"
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def raise_if_any(self) -> None:
+        """UsageError with all faults, a line each."""
+        if self.lines:
+            raise UsageError("\n".join(self.lines))
+
+
+class TomlFile:
+    """A parsed TOML file and the lines of its keys. UsageError when it cannot be read or parsed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+            self.table: dict[str, Any] = tomllib.loads(text)
+        except FileNotFoundError:
+            raise UsageError(f"{path}: no such file") from None
+        except IsADirectoryError:
+            raise UsageError(f"{path}: is a directory, not a TOML file") from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{path}: not valid TOML: {error}") from None
+        self._lines = text.splitlines()
+
+    def where(self, key: str | None = None, section: str = "", index: int | None = None) -> str:
+        """`file:line`, or the file alone where the line is not found.
+
+        `section` is "" for the top level, else the table's name; `index` counts the tables of an array
+        from 0. Without `key`: the line of the section's header. Found by looking at the text, so a key
+        written in a dotted or inline form is given the line of its section.
+        """
+        first, last = self._span(section, index)
+        line = first
+        if key is not None:
+            pattern = re.compile(rf"\s*([\"']?){re.escape(key)}\1\s*[=.]")
+            for number in range(first, last):
+                if pattern.match(self._lines[number]):
+                    line = number + 1
+                    break
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def _span(self, section: str, index: int | None) -> tuple[int, int]:
+        """(line of the header, last line) of a section, 1-based; (0, …) for the top level or if not found."""
+        headers = [
+            (number, match.group(2).replace('"', ""))
+            for number, line in enumerate(self._lines, start=1)
+            if (match := _HEADER.match(line))
+        ]
+        ends = [number - 1 for number, _ in headers[1:]] + [len(self._lines)]
+        if section == "":
+            return 0, headers[0][0] - 1 if headers else len(self._lines)
+        spans = [(number, end) for (number, name), end in zip(headers, ends, strict=False) if name == section]
+        wanted = index or 0
+        return spans[wanted] if wanted < len(spans) else (0, 0)
+
+
+def unknown_key(key: str, known: Iterable[str], hints: dict[str, str] | None = None) -> str:
+    """The message for a key that is not known; `hints` maps other people's names to ours."""
+    known = list(known)
+    hint = (hints or {}).get(key) or nearest(key, known)
+    if hint is not None:
+        return f"unknown key {shorten(key)}; did you mean {hint!r}?"
+    return f"unknown key {shorten(key)}; known keys: {', '.join(known)}"
+
+
+def check_section(table: object, known: Iterable[str], where: str, faults: Faults) -> dict[str, Any] | None:
+    """`table` when it is a TOML table; otherwise a fault and None."""
+    if isinstance(table, dict):
+        return table
+    faults.add(where, f"must be a table of keys ({', '.join(list(known)[:3])}, …), not {shorten(table)}")
+    return None
+
+
+def convert(raw: object, annotation: Any, *, lax: bool = False) -> tuple[Any, str | None]:
+    """(`raw` as the type `annotation`, None), or (None, what is wrong with it).
+
+    `lax` is for the command line: numbers may come as text, and text with commas is a list where a list
+    is allowed.
+    """
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    if choices and isinstance(raw, str):
+        if raw in choices:
+            return raw, None
+        hint = nearest(raw, choices)
+        known = ", ".join(choices)
+        return None, f"unknown value {shorten(raw)}; known: {known}" + (
+            f". Did you mean {hint!r}?" if hint else ""
+        )
+    if lax and isinstance(raw, str) and any(get_origin(member) is tuple for member in members):
+        raw = [part.strip() for part in raw.split(",")]
+    try:
+        return msgspec.convert(raw, annotation, strict=not lax), None
+    except msgspec.ValidationError:
+        wanted = " or ".join(_describe(member) for member in members if member is not types.NoneType)
+        return None, f"must be {wanted}, not {shorten(raw)}"
+
+
+def _describe(annotation: Any) -> str:
+    """A type for people."""
+    if get_origin(annotation) is tuple:
+        inner = {"text": "texts", "a whole number": "whole numbers"}.get(_describe(get_args(annotation)[0]))
+        return f"a list of {inner or 'values'}"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(annotation, str(annotation))

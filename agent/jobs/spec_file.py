@@ -1,0 +1,327 @@
+"""From a TOML file or command-line flags to a validated `RunSpec`, all faults named in one run.
+
+    [top level]  keys of the run            RunSpec
+    [defaults]   keys for every adapter     overridden by
+    [[adapter]]  one adapter each           overridden by
+    flags        keys for every adapter, or of the run
+
+Filled in here: `lora_alpha` (2 × r), `seed` (the run's), `name` (last component of `output_dir`).
+Relative paths are relative to the file that names them, on the command line to the working directory.
+Nothing is read but the file itself; of data files only their existence is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gshare.agent.jobs.faults import Faults, TomlFile, check_section, unknown_key
+from gshare.agent.jobs.names import shorten
+from gshare.agent.jobs.spec import AdapterSpec, RunSpec
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, RUN_TYPES, adapter_value, run_value
+
+#: Flags that people know under another name, without dashes in front → our key.
+FLAG_ALIASES = {
+    "rank": "r",
+    "epochs": "num_train_epochs",
+    "max-seq-len": "max_length",
+    "lr": "learning_rate",
+    "adapters": "adapters_config",
+}
+#: `--method` → `base_dtype`.
+METHODS = {"qlora": "nf4", "lora": "bf16"}
+TASKS = ("instruct",)
+
+_ALIASES = {alias.replace("-", "_"): key for alias, key in FLAG_ALIASES.items()}
+_SECTIONS = ("defaults", "adapter", "sweep", "early_exit")
+_NOT_BUILT = ("sweep", "early_exit")
+#: Keys that only make sense for one adapter.
+_OWN_KEYS = ("name", "output_dir")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value as it was written, and where."""
+
+    raw: object
+    where: str
+    base_dir: Path  # relative paths start here
+    lax: bool = False
+
+
+@dataclass
+class _Adapter:
+    where: str
+    values: dict[str, _Value] = field(default_factory=dict)
+
+    def label(self, key: str) -> str:
+        """The place of `key` for a message, or of the adapter when it does not have it."""
+        return self.values[key].where if key in self.values else self.where
+
+
+def load_run_spec(path: Path, overrides: Mapping[str, object] | None = None) -> RunSpec:
+    """The run that `path` (TOML) describes.
+
+    `overrides` are flags by key or alias (dashes or underscores; None means not given). They go over the
+    file: a run's key replaces the run's, an adapter's key replaces every adapter's. `seed` is the run's.
+
+    Raises UsageError with one line a fault, naming file, line and key (or flag).
+    """
+    faults = Faults()
+    file = TomlFile(path)
+    base_dir = path.absolute().parent
+    run: dict[str, _Value] = {}
+    for key, raw in file.table.items():
+        if key in _NOT_BUILT:
+            faults.add(file.where(section=key), f"[{key}]: use gshare sweep (not built yet)")
+        elif key in RUN_TYPES:
+            run[key] = _Value(raw, f"{file.where(key)}: key {key!r}", base_dir)
+        elif key not in _SECTIONS:
+            where = file.where(section=key) if isinstance(raw, (dict, list)) else file.where(key)
+            if key in ADAPTER_TYPES:
+                faults.add(where, f"{key!r} is a key of an adapter; put it under [defaults] or [[adapter]]")
+            else:
+                faults.add(where, unknown_key(key, [*RUN_TYPES, *_SECTIONS], _ALIASES))
+
+    defaults = _file_defaults(file, base_dir, faults)
+    adapters = _file_adapters(file, base_dir, defaults, faults)
+    run_flags, adapter_flags = _flags(overrides or {}, faults)
+    run |= run_flags
+    for adapter in adapters:
+        adapter.values |= adapter_flags
+    if "model" not in run:
+        faults.add(str(path), "missing key 'model': a directory, a hub id or a .gguf file")
+    return _build(run, adapters, faults, source=str(path))
+
+
+def run_spec_from_flags(
+    *,
+    model: str,
+    adapters: Sequence[str],
+    options: Mapping[str, object] | None = None,
+    base_dir: Path | None = None,
+) -> RunSpec:
+    """The run that flags alone describe.
+
+    Args:
+        model: directory, hub id or .gguf file.
+        adapters: each "DATA:OUT" or "NAME=DATA:OUT".
+        options: further flags, as `overrides` of `load_run_spec`.
+        base_dir: where relative paths start; the working directory when left out.
+
+    Raises UsageError with one line a fault, naming the flag.
+    """
+    faults = Faults()
+    base_dir = Path.cwd() if base_dir is None else base_dir.absolute()
+    run, common = _flags(options or {}, faults, base_dir)
+    run["model"] = _Value(model, "--model", base_dir, lax=True)
+    parsed: list[_Adapter] = []
+    for text in adapters:
+        where = f"--adapter {shorten(text)}"
+        values = _split_adapter(text)
+        if values is None:
+            faults.add(where, "expected DATA:OUT or NAME=DATA:OUT, such as data/a.jsonl:out/a")
+            continue
+        own = {key: _Value(raw, where, base_dir) for key, raw in values.items()}
+        parsed.append(_Adapter(where, {**common, **own}))
+    if not adapters:
+        faults.add(
+            "--adapter", "none given; name at least one, as --adapter DATA:OUT, or --adapters-config FILE"
+        )
+    return _build(run, parsed, faults, source="command line")
+
+
+def _split_adapter(text: str) -> dict[str, str] | None:
+    """ "NAME=DATA:OUT" → its parts. NAME ends at the first "=" that no "/" or ":" comes before."""
+    values: dict[str, str] = {}
+    head, equals, rest = text.partition("=")
+    if equals and "/" not in head and ":" not in head:
+        values["name"] = head
+        text = rest
+    data, colon, out = text.rpartition(":")
+    if not colon or not data or not out:
+        return None
+    return values | {"data": data, "output_dir": out}
+
+
+def _file_defaults(file: TomlFile, base_dir: Path, faults: Faults) -> dict[str, _Value]:
+    table = file.table.get("defaults", {})
+    table = check_section(table, ADAPTER_TYPES, f"{file.where(section='defaults')}: [defaults]", faults) or {}
+    values: dict[str, _Value] = {}
+    for key, raw in table.items():
+        where = f"{file.where(key, 'defaults')}: [defaults], key {key!r}"
+        if key in _OWN_KEYS:
+            faults.add(where, "must differ between adapters; put it under each [[adapter]]")
+        elif key not in ADAPTER_TYPES:
+            faults.add(where, _unknown_adapter_key(key))
+        else:
+            values[key] = _Value(raw, where, base_dir)
+            # Checked even when every adapter has its own.
+            fault = adapter_value(key, raw)[1]
+            if fault is not None:
+                faults.add(where, fault)
+    return values
+
+
+def _file_adapters(
+    file: TomlFile, base_dir: Path, defaults: dict[str, _Value], faults: Faults
+) -> list[_Adapter]:
+    tables = file.table.get("adapter", [])
+    if not isinstance(tables, list):
+        faults.add(
+            file.where(section="adapter"), "write [[adapter]] with double brackets: one block an adapter"
+        )
+        return []
+    if not tables:
+        faults.add(str(file.path), "no [[adapter]]: name at least one, with data and output_dir")
+    adapters: list[_Adapter] = []
+    for index, entry in enumerate(tables):
+        header = file.where(section="adapter", index=index)
+        table = check_section(entry, ADAPTER_TYPES, f"{header}: [[adapter]] {index + 1}", faults)
+        if table is None:
+            continue
+        name = table.get("name")
+        label = f"adapter {shorten(name, 40)}" if isinstance(name, str) else f"adapter {index + 1}"
+        values = dict(defaults)
+        for key, raw in table.items():
+            where = f"{file.where(key, 'adapter', index)}: {label}, key {key!r}"
+            if key in ADAPTER_TYPES:
+                values[key] = _Value(raw, where, base_dir)
+            else:
+                faults.add(where, _unknown_adapter_key(key))
+        adapters.append(_Adapter(f"{header}: {label}", values))
+    return adapters
+
+
+def _unknown_adapter_key(key: str) -> str:
+    if key in RUN_TYPES:
+        return "is a key of the whole run; put it at the top of the file, above every [section]"
+    return unknown_key(key, ADAPTER_TYPES, _ALIASES)
+
+
+def _flags(
+    options: Mapping[str, object], faults: Faults, base_dir: Path | None = None
+) -> tuple[dict[str, _Value], dict[str, _Value]]:
+    """Flags → (run's values, every adapter's values); aliases, `--method` and `--task` resolved."""
+    base_dir = base_dir or Path.cwd()
+    run: dict[str, _Value] = {}
+    adapter: dict[str, _Value] = {}
+    for option, raw in options.items():
+        if raw is None:
+            continue
+        flag = f"--{option.replace('_', '-')}"
+        key = option.replace("-", "_")
+        key = _ALIASES.get(key, key)
+        value = _Value(list(raw) if isinstance(raw, tuple) else raw, flag, base_dir, lax=True)
+        if key == "task":
+            if raw not in TASKS:
+                faults.add(flag, f"unknown task {shorten(raw)}; known: {', '.join(TASKS)}")
+            continue
+        if key == "method":
+            if raw not in METHODS:
+                faults.add(flag, f"unknown method {shorten(raw)}; known: {', '.join(METHODS)}")
+                continue
+            key, value = "base_dtype", _Value(METHODS[str(raw)], f"{flag} {raw}", base_dir)
+        if key in _OWN_KEYS or key == "data":
+            faults.add(flag, "belongs to one adapter; say it as --adapter NAME=DATA:OUT")
+            continue
+        if key not in RUN_TYPES and key not in ADAPTER_TYPES:
+            faults.add(flag, unknown_key(key, [*RUN_TYPES, *ADAPTER_TYPES]).replace("key", "option"))
+            continue
+        group = run if key in RUN_TYPES else adapter
+        if key in group and group[key].raw != value.raw:
+            faults.add(
+                flag, f"says {shorten(value.raw)}, but {group[key].where} says {shorten(group[key].raw)}"
+            )
+        group[key] = value
+    return run, adapter
+
+
+def _build(run: dict[str, _Value], adapters: list[_Adapter], faults: Faults, *, source: str) -> RunSpec:
+    values: dict[str, Any] = {}
+    for key, given in run.items():
+        value, fault = run_value(key, given.raw, lax=given.lax)
+        if fault is not None:
+            faults.add(given.where, fault)
+        else:
+            values[key] = _model(value, given.base_dir) if key == "model" else value
+    run_seed = values.get("seed", 0)
+    built = [_adapter_values(adapter, faults) for adapter in adapters]
+    _check_unique(list(zip(adapters, built, strict=True)), faults)
+    faults.raise_if_any()
+    specs = tuple(_adapter_spec(adapter_values, run_seed) for adapter_values in built)
+    return RunSpec(**values, adapters=specs, source=source)
+
+
+def _model(model: str, base_dir: Path) -> str:
+    """An absolute path when it names a file or directory, or can only be meant as one; else the hub id."""
+    path = base_dir / Path(model).expanduser()
+    meant = model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.endswith(".gguf")
+    return str(path.absolute()) if meant or path.exists() else model
+
+
+def _adapter_values(adapter: _Adapter, faults: Faults) -> dict[str, Any]:
+    """The typed values of the keys that are right, `name` filled in; a fault for each other key."""
+    values: dict[str, Any] = {}
+    for key, given in adapter.values.items():
+        value, fault = adapter_value(key, given.raw, lax=given.lax)
+        if fault is None and key in ("data", "val_data", "output_dir") and value is not None:
+            value, fault = _resolve(key, value, given.base_dir)
+        if fault is None:
+            values[key] = value
+        else:
+            faults.add(given.where, fault)
+    for key in ("data", "output_dir"):
+        if key not in adapter.values:
+            faults.add(adapter.where, f"missing key {key!r}")
+    if "name" not in adapter.values and "output_dir" in values:
+        values["name"], fault = adapter_value("name", Path(values["output_dir"]).name)
+        if fault is not None:
+            faults.add(adapter.label("output_dir"), f"gives no valid name: {fault}; set name")
+    return values
+
+
+def _adapter_spec(values: dict[str, Any], run_seed: int) -> AdapterSpec:
+    spec = AdapterSpec(**values)
+    return msgspec.structs.replace(
+        spec,
+        lora_alpha=2.0 * spec.r if spec.lora_alpha is None else spec.lora_alpha,
+        seed=run_seed if spec.seed is None else spec.seed,
+    )
+
+
+def _resolve(key: str, text: str, base_dir: Path) -> tuple[str | None, str | None]:
+    """(absolute path, None), or (None, why not): data must be a file, an output may not be one."""
+    path = (base_dir / Path(text).expanduser()).resolve()
+    if key == "output_dir":
+        if path.exists() and not path.is_dir():
+            return None, f"{shorten(text)} is a file, not a directory"
+        return str(path), None
+    if not path.exists():
+        return None, f"no such file: {path}"
+    return (str(path), None) if path.is_file() else (None, f"{path} is not a file")
+
+
+def _check_unique(built: list[tuple[_Adapter, dict[str, Any]]], faults: Faults) -> None:
+    """No two adapters of one name; no output directory that is another's or lies inside it."""
+    names: set[str] = set()
+    dirs: list[tuple[Path, str]] = []
+    for index, (adapter, values) in enumerate(built, start=1):
+        name: str | None = values.get("name")
+        if name is not None and name in names:
+            where = adapter.label("name" if "name" in adapter.values else "output_dir")
+            faults.add(where, f"a second adapter named {name!r}; give each its own name")
+        names |= {name} if name is not None else set()
+        if "output_dir" not in values:
+            continue
+        path = Path(values["output_dir"])
+        for other, owner in dirs:
+            if path == other:
+                faults.add(adapter.label("output_dir"), f"{path} is already the output of adapter {owner}")
+            elif path.is_relative_to(other) or other.is_relative_to(path):
+                message = f"{path} and {other} (adapter {owner}) lie one inside the other"
+                faults.add(adapter.label("output_dir"), message)
+        dirs.append((path, repr(name) if name is not None else str(index)))

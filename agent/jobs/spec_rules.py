@@ -1,0 +1,173 @@
+"""What each key of the job spec may hold: one rule a key, from its typed value to a fault or None.
+
+The types themselves come from the annotations in `spec.py`; rules that involve several keys or
+several adapters are in `spec_file.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from gshare.agent.jobs.faults import convert
+from gshare.agent.jobs.names import name_fault, nearest, shorten
+from gshare.agent.jobs.spec import LINEARS, AdapterSpec, RunSpec
+
+Rule = Callable[[Any], str | None]
+
+#: Above this nothing sensible is meant, and 32-bit token and row counters stay far from overflow.
+_LARGEST_INT = 2**31 - 1
+#: Seeds are mixed into 64-bit Philox keys; signed, so that every file format holds them.
+_LARGEST_SEED = 2**63 - 1
+MAX_RANK = 1024
+
+ADAPTER_TYPES: dict[str, Any] = {f.name: f.type for f in msgspec.structs.fields(AdapterSpec)}
+#: `adapters` and `source` are not keys of the file.
+RUN_TYPES: dict[str, Any] = {
+    f.name: f.type for f in msgspec.structs.fields(RunSpec) if f.name not in ("adapters", "source")
+}
+
+
+def _whole(least: int, most: int = _LARGEST_INT) -> Rule:
+    def rule(value: int) -> str | None:
+        if value < least:
+            return f"must be at least {least}, not {shorten(value)}"
+        return f"must be at most {most}, not {shorten(value)}" if value > most else None
+
+    return rule
+
+
+def _positive(value: float) -> str | None:
+    return None if math.isfinite(value) and value > 0 else f"must be a finite number above 0, not {value}"
+
+
+def _not_negative(value: float) -> str | None:
+    return None if math.isfinite(value) and value >= 0 else f"must be a finite number, 0 or more, not {value}"
+
+
+def _fraction(value: float) -> str | None:
+    return None if 0 <= value < 1 else f"must be at least 0 and below 1, not {value}"
+
+
+def _ratio(value: float) -> str | None:
+    return None if 0 <= value <= 1 else f"must be between 0 and 1, not {value}"
+
+
+def _max_steps(value: int) -> str | None:
+    if value == -1:
+        return None
+    fault = _whole(1)(value)
+    return f"must be -1 (no limit) or at least 1, not {shorten(value)}" if fault else None
+
+
+def _text(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if not value.strip():
+        return "may not be empty"
+    return f"{shorten(value)} holds control characters" if not value.isprintable() else None
+
+
+_NOT_TARGETS = {
+    "lm_head": "the output head may share its weights with the embedding (tied), where an adapter on it "
+    "could not be exported so that it reloads identically",
+    "embed_tokens": "the embedding may share its weights with the output head (tied), where an adapter on it "
+    "could not be exported so that it reloads identically",
+}
+
+
+def _target_modules(value: str | tuple[str, ...]) -> str | None:
+    known = f'known: {", ".join(LINEARS)}, or "all-linear" for all of them'
+    if isinstance(value, str):
+        if value == "all-linear":
+            return None
+        if value in LINEARS:
+            return f'write ["{value}"]: a text may only be "all-linear"'
+        value = (value,)
+    if not value:
+        return f"names no module; {known}"
+    for name in value:
+        if name in _NOT_TARGETS:
+            return f"{name} is not supported as a target: {_NOT_TARGETS[name]}; {known}"
+        if name not in LINEARS:
+            hint = nearest(name, LINEARS)
+            return f"unknown module {shorten(name)}; {known}" + (f". Did you mean {hint!r}?" if hint else "")
+    if len(set(value)) < len(value):
+        return "names a module twice"
+    return None
+
+
+def _layers(value: tuple[int, ...] | None) -> str | None:
+    if value is None:
+        return None
+    if not value:
+        return "names no layer; leave it out for all layers"
+    if min(value) < 0 or max(value) > _LARGEST_INT:
+        return f"layers count from 0; {min(value) if min(value) < 0 else max(value)} is none"
+    return "names a layer twice" if len(set(value)) < len(value) else None
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda value: None if value is None else rule(value)
+
+
+_SEED = _whole(0, _LARGEST_SEED)
+
+ADAPTER_RULES: dict[str, Rule] = {
+    "name": name_fault,
+    "data": _text,
+    "output_dir": _text,
+    "val_data": _text,
+    "r": _whole(1, MAX_RANK),
+    "lora_alpha": _optional(_positive),
+    "lora_dropout": _fraction,
+    "target_modules": _target_modules,
+    "layers_to_transform": _layers,
+    "learning_rate": _positive,
+    "warmup_ratio": _ratio,
+    "per_device_train_batch_size": _whole(1),
+    "gradient_accumulation_steps": _whole(1),
+    "num_train_epochs": _positive,
+    "max_steps": _max_steps,
+    "max_length": _whole(2),
+    "adam_beta1": _fraction,
+    "adam_beta2": _fraction,
+    "adam_epsilon": _positive,
+    "weight_decay": _not_negative,
+    "max_grad_norm": _not_negative,
+    "eval_steps": _whole(0),
+    "save_steps": _whole(0),
+    "save_total_limit": _whole(1),
+    "val_fraction": _fraction,
+    "weight": _positive,
+    "seed": _optional(_SEED),
+}
+
+RUN_RULES: dict[str, Rule] = {
+    "model": _text,
+    "seed": _SEED,
+    "max_tokens_per_pass": _whole(1),
+    "max_adapters_per_pass": _whole(0),
+}
+
+
+def adapter_value(key: str, raw: object, *, lax: bool = False) -> tuple[Any, str | None]:
+    """(typed value, None) of an adapter's key, or (None, fault). `lax`: from the command line."""
+    return _value(raw, ADAPTER_TYPES[key], ADAPTER_RULES.get(key), lax=lax)
+
+
+def run_value(key: str, raw: object, *, lax: bool = False) -> tuple[Any, str | None]:
+    """The same for a key of the whole run."""
+    return _value(raw, RUN_TYPES[key], RUN_RULES.get(key), lax=lax)
+
+
+def _value(raw: object, annotation: Any, rule: Rule | None, *, lax: bool) -> tuple[Any, str | None]:
+    # "all-linear" is the one text that is not a list of modules with a single entry.
+    if lax and raw == "all-linear":
+        lax = False
+    value, fault = convert(raw, annotation, lax=lax)
+    if fault is None and rule is not None:
+        fault = rule(value)
+    return (value, None) if fault is None else (None, fault)
