@@ -11,7 +11,6 @@ recomputes the probabilities.
 from __future__ import annotations
 
 import torch
-
 from gshare.kernels.layout import Layout
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-
 from gshare.kernels.attention import attention_backward_reference, attention_reference
 from gshare.kernels.cross_entropy import cross_entropy_reference
 from gshare.kernels.gemm import RowInvariantGemm

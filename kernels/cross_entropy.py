@@ -11,7 +11,6 @@ knows another's count. Rows go in chunks of CHUNK_ROWS: 256 × 49,152 × 4 bytes
 from __future__ import annotations
 
 import torch
-
 from gshare.kernels.gemm import RowInvariantGemm
 
 CHUNK_ROWS = 256

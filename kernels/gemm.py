@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-
 from gshare.kernels.errors import NotRowInvariant
 
 Plan = Literal["whole", "tiled"]

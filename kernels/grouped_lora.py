@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
 from gshare.kernels.layout import LoraSlot
 
 
@@ -57,8 +56,9 @@ def lora_backward_reference(
 ) -> None:
     """Adds to dx (T, K) unless None, and to every slot's grad_a (r, K) and grad_b (N, r)."""
     for slot, s in zip(slots, saved, strict=True):
-        assert slot.grad_a is not None
-        assert slot.grad_b is not None
+        grad_a, grad_b = slot.grad_a, slot.grad_b
+        assert grad_a is not None
+        assert grad_b is not None
         dy_slot = dy[slot.start : slot.end]
         ds = (dy_slot @ slot.b) * (slot.scaling / slot.keep_probability)
         d_input = ds @ slot.a if dx is not None else None
@@ -66,8 +66,8 @@ def lora_backward_reference(
             a, b = first - slot.start, last - slot.start
             # clone(): a fresh, aligned operand, so that the bits are those of the sequence alone
             # even where r · 4 bytes is not a multiple of the vector width.
-            slot.grad_b += dy[first:last].float().t() @ s[a:b].float().clone()
-            slot.grad_a += ds[a:b].float().clone().t() @ _dropped_input(x, slot, index).float()
+            grad_b += dy[first:last].float().t() @ s[a:b].float().clone()
+            grad_a += ds[a:b].float().clone().t() @ _dropped_input(x, slot, index).float()
             if d_input is not None and slot.keep is not None:
                 d_input[a:b] *= slot.keep(index, d_input.shape[1])
         if dx is not None and d_input is not None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.rope import rope_tables
 from gshare.agent.base.weights import Base, BaseLayer

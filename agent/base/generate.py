@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
 from gshare.agent.base.decoder import Decoder, LoraPlan, NoLora
 from gshare.kernels.attention import attend
 from gshare.kernels.layout import Layout, LoraSlot
@@ -17,7 +16,9 @@ from gshare.kernels.layout import Layout, LoraSlot
 class LoadedLora:
     """An adapter read from files: (layer, linear) → A (r, K), B (N, r), fp32 or compute dtype."""
 
-    def __init__(self, matrices: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> None:
+    def __init__(
+        self, matrices: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]], scaling: float
+    ) -> None:
         self._matrices = matrices
         self._scaling = scaling
         self.tokens = 0  # rows of the current call

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.adamw import adamw_step_
@@ -35,7 +34,9 @@ def initial_a(seed: int, key: MatrixKey, shape: tuple[int, int]) -> torch.Tensor
 class Adapter:
     """A slot of the arena with its optimizer; `key` is its name in the arena."""
 
-    def __init__(self, name: str, spec: AdapterSpec, arena: Arena, shapes: dict[MatrixKey, tuple[int, int]]) -> None:
+    def __init__(
+        self, name: str, spec: AdapterSpec, arena: Arena, shapes: dict[MatrixKey, tuple[int, int]]
+    ) -> None:
         assert spec.seed is not None, "the runner fills the seed in"
         self.name = name
         self.spec = spec
@@ -52,7 +53,9 @@ class Adapter:
 
     def gradient_norm(self) -> float:
         """L2 norm over all matrices in contract order; NaN or inf when any gradient is not finite."""
-        return float(grad_norm([self.arena.view("grads", self.name, k) for k, _ in self.arena.matrices(self.name)]))
+        return float(
+            grad_norm([self.arena.view("grads", self.name, k) for k, _ in self.arena.matrices(self.name)])
+        )
 
     def update(self, *, step: int, learning_rate: float, norm: float) -> None:
         """Clip and step every matrix; `step` is 1-based (Adam's bias correction)."""

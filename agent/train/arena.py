@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.jobs.spec import AdapterSpec
 

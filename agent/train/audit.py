@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
@@ -46,9 +45,13 @@ class Trace:
             mine, theirs = getattr(self, name), getattr(other, name)
             if len(mine) != len(theirs):
                 found.append(f"{len(mine)} steps against {len(theirs)}")
-            first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if _bits(a) != _bits(b)), None)
+            first = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if _bits(a) != _bits(b)), None
+            )
             if first is not None:
-                found.append(f"{name[:-1].replace('_', ' ')} of step {first + 1}: {mine[first]!r} ≠ {theirs[first]!r}")
+                found.append(
+                    f"{name[:-1].replace('_', ' ')} of step {first + 1}: {mine[first]!r} ≠ {theirs[first]!r}"
+                )
         if [(s, _bits(v)) for s, v in self.val_losses] != [(s, _bits(v)) for s, v in other.val_losses]:
             found.append(f"validation losses {self.val_losses} ≠ {other.val_losses}")
         if self.state != other.state:
@@ -189,7 +192,9 @@ def audit(
 
     base = load_base(model_dir, base_dtype=run.base_dtype, device=torch.device(device))
 
-    def arm(label: str, chosen: Sequence[JobRequest], joins: Mapping[str, int]) -> tuple[dict[str, Trace], Runner]:
+    def arm(
+        label: str, chosen: Sequence[JobRequest], joins: Mapping[str, int]
+    ) -> tuple[dict[str, Trace], Runner]:
         return run_jobs(
             run,
             chosen,
@@ -231,7 +236,10 @@ def _hash_files(trace: Trace, output_dir: Path) -> None:
     if path is None:
         return
     snapshot = load_checkpoint(path)
-    for attribute, tensors in (("adapter_sha256", snapshot.adapter), ("optimizer_sha256", snapshot.optimizer)):
+    for attribute, tensors in (
+        ("adapter_sha256", snapshot.adapter),
+        ("optimizer_sha256", snapshot.optimizer),
+    ):
         digest = hashlib.sha256()
         for name in sorted(tensors):
             digest.update(name.encode())

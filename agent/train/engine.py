@@ -15,14 +15,13 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-
 from gshare.agent.base.decoder import Decoder
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
 from gshare.kernels.backend import Backend
-from gshare.kernels.dropout import keep_mask
+from gshare.kernels.dropout import keep_mask, keep_scale
 from gshare.kernels.layout import KeepMask, Layout, LoraSlot
 
 
@@ -110,7 +109,7 @@ class PassLora:
             grad_a=adapter.arena.view("grads", adapter.name, a) if self._training else None,
             grad_b=adapter.arena.view("grads", adapter.name, b) if self._training else None,
             scaling=adapter.spec.scaling,
-            keep_probability=1.0 - adapter.spec.lora_dropout if dropping else 1.0,
+            keep_probability=1.0 / keep_scale(adapter.spec.lora_dropout) if dropping else 1.0,
             keep=_Mask(part, layer, linear, adapter.arena.device) if dropping else None,
         )
 
@@ -145,7 +144,10 @@ class Engine:
         x, kept = self.decoder.forward(tokens, layout, lora, keep_from=lowest, checkpoint=checkpoint)
         rows, targets, counts = self._targets(parts, layout)
         scale = np.concatenate(
-            [np.full(count, 1.0 / max(part.label_tokens, 1)) for part, count in zip(parts, counts, strict=True)]
+            [
+                np.full(count, 1.0 / max(part.label_tokens, 1))
+                for part, count in zip(parts, counts, strict=True)
+            ]
         )
         x_rows = x[rows]
         h, rstd = self.decoder.final_norm(x_rows)

@@ -10,7 +10,6 @@ import os
 import platform
 
 import torch
-
 from gshare.agent.base.weights import Base
 from gshare.kernels.backend import NUMERICS, Backend
 

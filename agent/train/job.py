@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from gshare.agent.data.sampler import Sampler
 from gshare.agent.data.split import split_rows
 from gshare.agent.data.tokens import TokenStore

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-
 from gshare.agent.base.generate import LoadedLora
 from gshare.agent.errors import UsageError
 from gshare.agent.train.files import publish_dir
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 _TENSOR = re.compile(
     r"^base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight$"
@@ -28,7 +27,9 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
     config_path, weights_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     for path in (config_path, weights_path):
         if not path.is_file():
-            raise UsageError(f"{path} is missing: {directory} is not an adapter (give the job's output_dir, or its best/)")
+            raise UsageError(
+                f"{path} is missing: {directory} is not an adapter (give the job's output_dir, or its best/)"
+            )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
         tensors = load_file(weights_path)
@@ -38,11 +39,15 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
     for name, tensor in tensors.items():
         match = _TENSOR.match(name)
         if match is None:
-            raise UsageError(f"{weights_path}: unexpected tensor {name}; only LoRA of linear layers is supported")
+            raise UsageError(
+                f"{weights_path}: unexpected tensor {name}; only LoRA of linear layers is supported"
+            )
         halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
     incomplete = [key for key, pair in halves.items() if len(pair) != 2]
     if incomplete or not halves:
-        raise UsageError(f"{weights_path}: lora_A and lora_B do not pair up at {incomplete[:3] or 'any layer'}")
+        raise UsageError(
+            f"{weights_path}: lora_A and lora_B do not pair up at {incomplete[:3] or 'any layer'}"
+        )
     return config, {key: (pair["A"], pair["B"]) for key, pair in halves.items()}
 
 

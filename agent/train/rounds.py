@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Engine, Part, Row, mean_loss
 

@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import torch
-
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
@@ -31,14 +32,15 @@ from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.schedules import JobView, make_schedule
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.train.checkpoint import (
-    CheckpointWriter,
     Snapshot,
     adapter_config,
     latest_checkpoint,
     load_checkpoint,
     truncate_metrics,
 )
+from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
 from gshare.agent.train.engine import Engine
+from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
 from gshare.agent.train.job import Job, JobData
 from gshare.agent.train.rounds import Rounds, StepOutcome
@@ -229,7 +231,11 @@ class Runner:
         self._emit(event)
         if not finite:
             what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
-            self._end(job, "diverged", f"{what} is not finite at step {job.step}; weights kept as of step {job.step - 1}")
+            self._end(
+                job,
+                "diverged",
+                f"{what} is not finite at step {job.step}; weights kept as of step {job.step - 1}",
+            )
 
     def _evaluate(self, jobs: Sequence[Job]) -> None:
         with_rows = [job for job in jobs if len(job.data.val_rows)]
@@ -303,7 +309,7 @@ class Runner:
 
     # ------------------------------------------------------------------ files
 
-    def _save(self, job: Job, kind: str) -> None:
+    def _save(self, job: Job, kind: Kind) -> None:
         """Hand a host snapshot to the writer; `kind` is step, best or final."""
         if kind == "step" and job.saved_step == job.step:
             return
@@ -338,8 +344,6 @@ class Runner:
 
     def _record(self, job: Job, event: Stepped | Evaluated, *, type: str) -> bool:
         """Append to metrics.jsonl; a full disk ends the job (its last checkpoint stays)."""
-        import msgspec
-
         fields = msgspec.structs.asdict(event)
         del fields["job"]
         try:
@@ -351,6 +355,7 @@ class Runner:
 
     def _restore(self, job: Job) -> bool:
         """Continue from the newest whole checkpoint; False when there is none yet."""
+        remove_leftovers(job.output_dir)
         path = latest_checkpoint(job.output_dir)
         if path is None:
             return False
@@ -366,7 +371,9 @@ class Runner:
         truncate_metrics(job.output_dir / "metrics.jsonl", job.step)
         changes = fingerprint_changes(snapshot.state.get("fingerprint", {}), self.fingerprint)
         if changes:
-            self._say("warning", f"resumed under other numerics, bits may differ: {'; '.join(changes)}", job.name)
+            self._say(
+                "warning", f"resumed under other numerics, bits may differ: {'; '.join(changes)}", job.name
+            )
             job.append_metrics({"type": "fingerprint", "step": job.step, "changes": changes})
         return True
 
@@ -388,12 +395,16 @@ class Runner:
             )
 
     def _check_rows(self, request: JobRequest, data: JobData) -> None:
-        largest = max((int(store.tokens.max()) for store in {data.train, data.val} if store.n_rows), default=0)
-        if largest >= self.engine.base.config.vocab_size:
-            raise UsageError(
-                f"adapter {request.spec.name}: token {largest} is outside the model's vocabulary of "
-                f"{self.engine.base.config.vocab_size}; the token files are of another tokenizer"
-            )
+        known = self.engine.base.config.vocab_size
+        for store in (data.train, data.val):
+            if store.meta.vocab_size <= known:
+                continue
+            largest = max(int(store.row(i)[0].max()) for i in range(store.n_rows))
+            if largest >= known:
+                raise UsageError(
+                    f"adapter {request.spec.name}: {store.meta.source} has token {largest}, outside the model's "
+                    f"vocabulary of {known}; it was tokenised for another model"
+                )
 
-    def _say(self, level: str, text: str, job: str = "") -> None:
-        self._emit(TrainerMessage(level=level, text=text, job=job))  # type: ignore[arg-type]
+    def _say(self, level: Literal["info", "warning", "error"], text: str, job: str = "") -> None:
+        self._emit(TrainerMessage(level=level, text=text, job=job))

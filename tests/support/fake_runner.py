@@ -1,0 +1,183 @@
+"""An engine without torch that does what its jobs tell it to: for tests of the processes around the engine.
+
+A job's `data` is its script: "steps=20,sleep=0.01,kill_at=5,…":
+    steps=N        optimizer steps (10)          sleep=S      seconds a round (0)
+    save=N         checkpoint every N steps (3)  kill_at=K    SIGKILL itself in the round of step K
+    raise_at=K     unforeseen exception there    refuse=1     refused at admission
+    fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
+The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
+The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.events import (
+    ENDED,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    JobChanged,
+    Stepped,
+    TrainerMessage,
+)
+from gshare.agent.jobs.spec import JobRequest
+
+
+@dataclass
+class FakeJob:
+    name: str
+    out: Path
+    script: dict[str, float]
+    step: int = 0
+    state: str = "running"
+    weights: str = field(default="")
+
+    @property
+    def total(self) -> int:
+        return int(self.script.get("steps", 10))
+
+
+def weights_after(name: str, steps: int) -> str:
+    """What a job's weights must be after `steps` steps, however often it was interrupted."""
+    value = ""
+    for step in range(steps):
+        value = hashlib.sha256(f"{value}{name}{step}".encode()).hexdigest()
+    return value
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        base_dtype: str,
+        schedule: str,
+        max_tokens_per_pass: int,
+        max_adapters_per_pass: int,
+        device: str,
+        on_event: Callable[[Event], None],
+        on_pass: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> None:
+        self._emit = on_event
+        self._on_pass = on_pass
+        self._jobs: dict[str, FakeJob] = {}
+        self.fingerprint = {"numerics": "fake"}
+        load = os.environ.get("GSHARE_FAKE_LOAD", "")
+        if load == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if load == "error":
+            raise GshareError(f"{model_dir}: no such model")
+        if load.startswith("sleep="):
+            time.sleep(float(load.removeprefix("sleep=")))
+        self._emit(TrainerMessage(level="info", text=f"base loaded by process {os.getpid()}"))
+
+    def admit(self, request: JobRequest) -> None:
+        spec = request.spec
+        script = dict(part.split("=") for part in spec.data.split(",") if part)
+        self._on_pass([(spec.name, 0)])
+        if "refuse" in script:
+            self._on_pass(())
+            raise GshareError(f"adapter {spec.name}: refused by its script")
+        job = FakeJob(spec.name, Path(spec.output_dir), {key: float(value) for key, value in script.items()})
+        job.out.mkdir(parents=True, exist_ok=True)
+        saved = job.out / "checkpoint.json"
+        if request.resume and saved.exists():
+            state = json.loads(saved.read_text())
+            job.step, job.weights = state["step"], state["weights"]
+        self._jobs[job.name] = job
+        self._on_pass(())
+        self._change(job, "running", f"resumed at step {job.step}" if job.step else "")
+
+    def stop(self, job: str, reason: str) -> None:
+        found = self._jobs[job]
+        self._save(found)
+        self._change(found, "stopped", reason)
+
+    def pause(self, job: str) -> None:
+        self._change(self._jobs[job], "paused")
+
+    def resume(self, job: str) -> None:
+        self._change(self._jobs[job], "running")
+
+    def run_round(self) -> bool:
+        jobs = [job for job in self._jobs.values() if job.state == "running"]
+        if not jobs:
+            return False
+        self._on_pass([(job.name, job.step) for job in jobs])
+        time.sleep(max(job.script.get("sleep", 0.0) for job in jobs))
+        for job in jobs:
+            if job.script.get("kill_at") == job.step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if job.script.get("raise_at") == job.step:
+                raise RuntimeError(f"the engine met something unforeseen in {job.name}")
+        for job in jobs:
+            self._step(job, len(jobs))
+        self._on_pass(())
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def _step(self, job: FakeJob, sharing: int) -> None:
+        if job.script.get("fail_at") == job.step:
+            self._change(job, "failed", "its script says so")
+            return
+        job.weights = hashlib.sha256(f"{job.weights}{job.name}{job.step}".encode()).hexdigest()
+        job.step += 1
+        loss = 2.0 / job.step
+        self._emit(
+            Stepped(
+                job=job.name,
+                step=job.step,
+                total_steps=job.total,
+                epoch=0.0,
+                loss=loss,
+                grad_norm=1.0,
+                learning_rate=1e-4,
+                tokens=100,
+                label_tokens=50,
+                seconds=0.01,
+                adapters_in_pass=sharing,
+            )
+        )
+        if job.step % int(job.script.get("save", 3)) == 0:
+            self._save(job)
+            diverged = job.step >= job.script.get("nan_at", math.inf)
+            val_loss = math.nan if diverged else loss
+            self._emit(
+                Evaluated(job=job.name, step=job.step, val_loss=val_loss, label_tokens=10, best=not diverged)
+            )
+        if job.step >= job.total:
+            self._save(job)
+            (job.out / "adapter_model.safetensors").write_text(job.weights)
+            self._change(job, "completed")
+
+    def _save(self, job: FakeJob) -> None:
+        temporary = job.out / ".checkpoint.json.new"
+        temporary.write_text(json.dumps({"step": job.step, "weights": job.weights}))
+        temporary.replace(job.out / "checkpoint.json")
+        self._emit(CheckpointSaved(job=job.name, step=job.step, path=str(job.out / "checkpoint.json")))
+
+    def _change(self, job: FakeJob, state: str, reason: str = "") -> None:
+        assert job.state not in ENDED, f"{job.name} has ended"
+        job.state = state
+        self._emit(
+            JobChanged(
+                job=job.name,
+                state=state,  # type: ignore[arg-type]
+                step=job.step,
+                total_steps=job.total,
+                reason=reason,
+            )
+        )
