@@ -7,8 +7,8 @@ The environment is set when this file is loaded, so before pytest imports the fi
 - state, cache, config and runtime directories in a new folder, so that no test sees or leaves anything
   of the user's. It is short on purpose: a Unix socket's path has at most 107 bytes.
 
-Without torch (`make test-py310`), test modules that import what needs it are not collected; the report
-header names them.
+Without torch (`make test-py310`), test modules that import what needs it are not collected; the summary
+names them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ def _imports(source: str) -> set[str]:
 
 
 def needs_torch(path: Path) -> bool:
-    """Whether the test file imports anything of `NEEDS_TORCH`."""
+    """Whether the test file, or a file of `support/` that it imports, imports anything of `NEEDS_TORCH`."""
     imported = _imports(path.read_text(encoding="utf-8"))
-    return any(name == need or name.startswith(need + ".") for name in imported for need in NEEDS_TORCH)
+    if any(name == need or name.startswith(need + ".") for name in imported for need in NEEDS_TORCH):
+        return True
+    helpers = (Path(__file__).parent / "support" / f"{name}.py" for name in imported if "." not in name)
+    return any(needs_torch(helper) for helper in helpers if helper.is_file() and helper != path)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -74,11 +77,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if needs_torch(collection_path) else None
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    if HAS_TORCH:
-        return []
-    left_out = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if needs_torch(path))
-    return [f"no torch here, left out: {', '.join(left_out)}"]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not HAS_TORCH:
+        out = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if needs_torch(path))
+        terminalreporter.write_line(f"no torch here; not collected: {', '.join(out)}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
