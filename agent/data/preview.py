@@ -47,12 +47,13 @@ def preview(
         if row.encoded is not None:
             console.print(render_row(row, pipeline.tokenizer, coloured=coloured), soft_wrap=True)
             for note in row.encoded.notes:
-                console.print(Text(f"note: {note}", style="yellow"))
+                console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
         console.print()
     mark = "green" if coloured else f"{OPEN}…{CLOSE}"
     how = "generation markers" if pipeline.encoder.has_markers else "prefix difference"
     template = f"chat template by {how}" if pipeline.encoder.template else "no chat template"
-    console.print(Text(f"format {pipeline.parser.format}; {template}; trained tokens: {mark}", style="dim"))
+    footer = f"format {pipeline.parser.format}; {template}; trained tokens: {mark}"
+    console.print(Text(footer, style="dim"), soft_wrap=True)
 
 
 def render_row(row: Prepared, tokenizer: Any, *, coloured: bool) -> Text:
