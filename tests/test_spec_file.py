@@ -129,8 +129,8 @@ r = [1, 2]
             "adapters.toml:5: [defaults], key 'rank': unknown key 'rank'; did you mean 'r'?",
             "adapters.toml:6: [defaults], key 'lora_dropout': must be at least 0 and below 1, not 1.0",
             "adapters.toml:14: adapter 2, key 'lr': unknown key 'lr'; did you mean 'learning_rate'?",
-            "adapters.toml:15: adapter 2, key 'schedule': is a key of the whole run; put it at the top of the "
-            "file, above every [section]",
+            "adapters.toml:15: adapter 2, key 'schedule': is a key of the whole run; put it at the top of "
+            "the file, above every [section]",
             "adapters.toml: missing key 'model': a directory, a hub id or a .gguf file",
             "adapters.toml:2: key 'base_dtype': unknown value 'nf5'; known: nf4, int8, bf16, fp32. "
             "Did you mean 'nf4'?",

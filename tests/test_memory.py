@@ -1,0 +1,214 @@
+"""The analytic memory estimate: hand-worked figures, the base once, monotone in everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.spec import AdapterSpec, RunSpec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SMOL = ModelShape(49152, 576, 1536, 30, 9, 3, 64, True)
+LLAMA_8B = ModelShape(128256, 4096, 14336, 32, 32, 8, 128, False)
+GIB = 2**30
+
+
+def adapter(**keys: Any) -> AdapterSpec:
+    return AdapterSpec(
+        **({"name": "a", "data": "d", "output_dir": "o", "lora_alpha": 32.0, "seed": 0} | keys)
+    )
+
+
+def estimate(shape: ModelShape = SMOL, adapters: int | list[AdapterSpec] = 1, **keys: Any) -> MemoryEstimate:
+    specs = [adapter()] * adapters if isinstance(adapters, int) else adapters
+    options = {"base_dtype": "bf16", "device": "cpu", "pass_tokens": 1024, "longest_row": 1024} | keys
+    return estimate_run(shape, specs, **options)
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert SMOL.parameters == 134_515_008
+    assert LLAMA_8B.parameters == 8_030_261_248
+
+
+def test_smollm2_by_hand() -> None:
+    it = estimate(pass_tokens=1000, longest_row=100)
+    # 106,168,320 linear and 28,311,552 embedding weights of 2 bytes, 35,136 norm weights of 4.
+    assert it["base"] == 106_168_320 * 2 + 28_311_552 * 2 + 35_136 * 4
+    assert it["unpacking"] == 49152 * 576 * 4  # the head, bf16 → fp32
+    # r = 16 over (out + in): q 1152, k 768, v 768, o 1152, gate 2112, up 2112, down 2112 = 10,176; 30 layers.
+    elements = 16 * 10_176 * 30
+    assert elements == 4_884_480
+    assert it["adapters"] == elements * 8
+    assert it["optimizer"] == elements * 8
+    # Kept a layer: 2·576 + 2·576 + 2·192 + 2·1536 + 2 + 7·16 = 5,874; working set 5·576 + 2·576 + 2·192
+    # + 4·1536 = 10,560; head 4·576 = 2,304.
+    assert it["activations"] == 1000 * 4 * (30 * 5_874 + 10_560 + 2_304)
+    assert it["attention"] == 4 * 9 * 100 * 100 * 4
+    assert it["logits"] == 2 * 256 * 49152 * 4
+    assert it["evaluation"] == 0
+    assert it["snapshots"] == 6 * elements * 12
+    assert it.total == sum(part.nbytes for part in it.parts)
+
+
+def test_llama_8b_in_4_bits_by_hand() -> None:
+    it = estimate(LLAMA_8B, base_dtype="nf4", device="cuda", attention_matrix=False)
+    linears = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+    assert linears == 6_979_321_856
+    # Half a byte, 1/64 and 4/16384: 4.127 bits a weight, as QLoRA states.
+    assert (
+        it["base"] == linears // 2 + linears // 64 + linears // 4096 + 2 * 128256 * 4096 * 2 + 65 * 4096 * 4
+    )
+    assert it["base"] / GIB == pytest.approx(5.31, abs=0.01)
+    assert it["unpacking"] == 4096 * 14336 * 2
+    # r = 16: 41,943,040 adapter weights, PEFT's figure; fp32 masters and gradients and a bf16 copy.
+    assert it["adapters"] == 41_943_040 * 10
+    assert it["optimizer"] == 41_943_040 * 8
+    assert it["attention"] == 0
+    # Snapshots are in the host's memory: not part of the GPU's total.
+    assert it.total == sum(part.nbytes for part in it.parts) - it["snapshots"]
+
+
+def test_stored_dtypes() -> None:
+    sizes = {dtype: estimate(LLAMA_8B, base_dtype=dtype)["base"] for dtype in ("nf4", "int8", "bf16", "fp32")}
+    assert sizes["nf4"] < sizes["int8"] < sizes["bf16"] < sizes["fp32"]
+    assert sizes["fp32"] == LLAMA_8B.parameters * 4
+    assert estimate(base_dtype="fp32")["unpacking"] == 0
+    assert estimate(base_dtype="bf16", device="cuda")["unpacking"] == 0
+    assert estimate(base_dtype="fp32", device="cuda")["activations"] == estimate()["activations"]
+    assert estimate(base_dtype="bf16", device="cuda")["activations"] * 2 == estimate()["activations"]
+
+
+def test_n_adapters_cost_the_base_once() -> None:
+    one, three = estimate(adapters=1), estimate(adapters=3)
+    for part in ("base", "unpacking", "activations", "attention", "logits", "snapshots"):
+        assert three[part] == one[part]
+    assert three["adapters"] == 3 * one["adapters"]
+    assert three["optimizer"] == 3 * one["optimizer"]
+    saved = 3 * one.total - three.total
+    assert saved == 2 * (one.total - one["adapters"] - one["optimizer"])
+
+
+def test_checkpointing_counts_only_when_every_adapter_asks_for_it() -> None:
+    on, off = adapter(gradient_checkpointing=True), adapter()
+    some, every, none = (estimate(adapters=a)["activations"] for a in ([on, off], [on, on], [off, off]))
+    assert every < some == none
+    # x of each layer and one whole layer, instead of 30 whole layers.
+    assert none - every == 1024 * 4 * (29 * 5_874 - 30 * 576)
+
+
+def test_layers_below_the_lowest_adapted_one_keep_nothing() -> None:
+    top = estimate(adapters=[adapter(layers_to_transform=(28, 29))])
+    assert estimate()["activations"] - top["activations"] == 1024 * 4 * 28 * 5_874
+    assert top["adapters"] * 15 == estimate()["adapters"]
+
+
+def test_8_bit_optimizer_state_by_hand() -> None:
+    plain, eight = estimate(), estimate(adapters=[adapter(optim="adamw_8bit")])
+    # r = 16, a layer: 9 matrices of 16·576 = 9,216 (36 blocks), 3 of 16·1536 = 24,576 (96 blocks), and B of
+    # k_proj and v_proj of 16·192 = 3,072, too small for 8 bits: two fp32 moments.
+    layer = 9 * (2 * 9_216 + 8 * 36) + 3 * (2 * 24_576 + 8 * 96) + 2 * (8 * 3_072)
+    assert eight["optimizer"] - plain["optimizer"] == 30 * layer
+    assert eight["snapshots"] == 6 * (4 * 4_884_480 + 30 * layer)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("base_dtype", ["fp32", "bf16", "int8", "nf4"])
+def test_base_and_arena_take_what_is_estimated(tmp_path: Path, family: str, base_dtype: str) -> None:
+    import torch
+    from gshare.agent.base.load import load_base
+    from gshare.agent.base.tiny import make_tiny_checkpoint
+    from gshare.agent.train.arena import Arena, adapter_shapes
+
+    base = load_base(
+        make_tiny_checkpoint(tmp_path / "m", family=family), base_dtype=base_dtype, device=torch.device("cpu")
+    )
+    spec = adapter(r=3, target_modules=("q_proj", "down_proj"))
+    shape = ModelShape.of(base.config)
+    it = estimate(shape, [spec], base_dtype=base_dtype)
+    # Biases, q and k norms, and NF4 blocks that end at each matrix are not counted one by one.
+    assert it["base"] == pytest.approx(base.nbytes, rel=0.01)
+    assert it["unpacking"] == base.scratch.nbytes
+    arena = Arena(base.device, base.compute_dtype)
+    arena.allocate("a", adapter_shapes(spec, base.config))
+    assert it["adapters"] + it["optimizer"] == arena.nbytes()
+
+
+def run(**keys: Any) -> RunSpec:
+    specs = (
+        adapter(max_length=100, per_device_train_batch_size=4, gradient_accumulation_steps=8),
+        adapter(max_length=1000),
+        adapter(max_length=10, per_device_train_batch_size=3),
+    )
+    return RunSpec(**({"model": "m", "adapters": specs} | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 1430),
+        ({"max_tokens_per_pass": 1200}, 1200),
+        ({"max_tokens_per_pass": 64}, 1000),  # a row is never cut
+        ({"schedule": "priority_val_loss"}, 1000),
+        ({"schedule": "round_robin", "max_adapters_per_pass": 2}, 1400),
+        ({"schedule": "synchronized", "max_adapters_per_pass": 2}, 1430),
+    ],
+)
+def test_largest_pass(keys: dict[str, Any], expected: int) -> None:
+    assert largest_pass(run(**keys)) == (expected, 1000)
+
+
+def test_table_names_every_part_and_the_total() -> None:
+    it = estimate()
+    lines = it.table().splitlines()
+    assert [line.split()[0] for line in lines] == [*(part.name for part in it.parts), "total"]
+    assert f"{it.total / 2**20:,.1f} MiB" in lines[-1]
+
+
+shapes = st.builds(
+    ModelShape,
+    st.integers(8, 200_000),
+    st.integers(1, 64).map(lambda n: n * 64),
+    st.integers(1, 64).map(lambda n: n * 64),
+    st.integers(1, 40),
+    st.integers(1, 32),
+    st.integers(1, 8),
+    st.sampled_from([64, 128]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes,
+    st.sampled_from(["nf4", "int8", "bf16", "fp32"]),
+    st.sampled_from(["cpu", "cuda"]),
+    st.integers(1, 128),
+    st.integers(1, 8192),
+    st.sampled_from(["adamw", "adamw_8bit"]),
+    st.booleans(),
+)
+def test_more_of_anything_never_costs_less(
+    shape: ModelShape, base_dtype: str, device: str, r: int, tokens: int, optim: str, checkpointing: bool
+) -> None:
+    spec = adapter(r=r, optim=optim, gradient_checkpointing=checkpointing)
+    options = {"base_dtype": base_dtype, "device": device, "pass_tokens": tokens, "longest_row": tokens}
+    before = estimate(shape, [spec], **options).total
+    assert estimate(shape, [spec, spec], **options).total > before
+    assert estimate(shape, [msgspec.structs.replace(spec, r=r + 1)], **options).total > before
+    assert estimate(shape, [spec], **(options | {"pass_tokens": tokens + 1})).total > before
+    assert estimate(shape, [spec], **(options | {"longest_row": tokens + 1})).total > before
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+    ):
+        larger = replace(shape, **{field: getattr(shape, field) + 1})
+        assert estimate(larger, [spec], **options).total > before, field
