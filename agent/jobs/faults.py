@@ -71,32 +71,32 @@ class TomlFile:
         """`file:line`, or the file alone where the line is not found.
 
         `section` is "" for the top level, else the table's name; `index` counts the tables of an array
-        from 0. Without `key`: the line of the section's header. Found by looking at the text, so a key
-        written in a dotted or inline form is given the line of its section.
+        from 0. Without `key`: the line of the section's header. A key that is a table of its own is found
+        by its header. Found by looking at the text: a key inside an inline table gets its section's line.
         """
-        first, last = self._span(section, index)
-        line = first
+        headers = self._headers()
+        starts = [number for number, name in headers if name == section] if section else [0]
+        if (index or 0) >= len(starts):
+            return str(self.path)
+        line = first = starts[index or 0]
         if key is not None:
+            last = min((number for number, _ in headers if number > first), default=len(self._lines) + 1)
             pattern = re.compile(rf"\s*([\"']?){re.escape(key)}\1\s*[=.]")
-            for number in range(first, last):
-                if pattern.match(self._lines[number]):
-                    line = number + 1
-                    break
+            rows = (number for number in range(first + 1, last) if pattern.match(self._lines[number - 1]))
+            own_header = (
+                number
+                for number, name in headers
+                if name == (f"{section}.{key}" if section else key)
+                and number > first
+                and not any(first < other <= number for other in starts)
+            )
+            line = next(rows, next(own_header, first))
         return f"{self.path}:{line}" if line else str(self.path)
 
-    def _span(self, section: str, index: int | None) -> tuple[int, int]:
-        """(line of the header, last line) of a section, 1-based; (0, …) for the top level or if not found."""
-        headers = [
-            (number, match.group(2).replace('"', ""))
-            for number, line in enumerate(self._lines, start=1)
-            if (match := _HEADER.match(line))
-        ]
-        ends = [number - 1 for number, _ in headers[1:]] + [len(self._lines)]
-        if section == "":
-            return 0, headers[0][0] - 1 if headers else len(self._lines)
-        spans = [(number, end) for (number, name), end in zip(headers, ends, strict=False) if name == section]
-        wanted = index or 0
-        return spans[wanted] if wanted < len(spans) else (0, 0)
+    def _headers(self) -> list[tuple[int, str]]:
+        """(line, name) of every [section] and [[section]]."""
+        matches = ((number, _HEADER.match(line)) for number, line in enumerate(self._lines, start=1))
+        return [(number, match.group(2).replace('"', "")) for number, match in matches if match]
 
 
 def unknown_key(key: str, known: Iterable[str], hints: dict[str, str] | None = None) -> str:
@@ -143,6 +143,8 @@ def convert(raw: object, annotation: Any, *, lax: bool = False) -> tuple[Any, st
 
 def _describe(annotation: Any) -> str:
     """A type for people."""
+    if get_origin(annotation) is dict:
+        return "a table of texts"
     if get_origin(annotation) is tuple:
         inner = {"text": "texts", "a whole number": "whole numbers"}.get(_describe(get_args(annotation)[0]))
         return f"a list of {inner or 'values'}"
