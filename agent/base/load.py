@@ -182,5 +182,5 @@ def _digest(name: str, parts: Iterable[torch.Tensor | None]) -> bytes:
             continue
         digest.update(f"|{part.dtype}|{tuple(part.shape)}|".encode())
         # As bytes: numpy has no bfloat16. A scalar gets a dimension, since views of scalars keep their dtype.
-        digest.update(memoryview(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

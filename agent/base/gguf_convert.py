@@ -1,0 +1,209 @@
+"""A GGUF file as a Hugging Face directory: weights unpacked, config and tokenizer included.
+
+transformers reads the file (`GgufConfig(dequantize=True)`, the same in 5.17 and 5.24). Three things that it
+passes over are put right here, or refused, because each would change the numbers in silence:
+
+- RoPE scaling: `<arch>.rope.scaling.*` and the `rope_freqs` tensor of Llama 3.1 and later;
+- the pre-tokenizer, `tokenizer.ggml.pre`: SmolLM2 splits digits one by one, Llama 3 and Qwen2 have their own
+  patterns, and transformers gives every byte-level BPE that of GPT-2;
+- chat template and bos/eos ids are compared with what the file says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gshare.agent.base.checkpoint_files import locate_tensors
+from gshare.agent.base.config import RopeConfig, read_config
+from gshare.agent.base.rope import inverse_frequencies
+from gshare.agent.errors import UsageError
+
+#: Raised when the directory written for one file changes: part of the cache key.
+CONVERTER_VERSION = 1
+
+# Mistral files say `llama`. Their sliding window is not in the file; llama.cpp runs them without, as we do.
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+_GPT2_PRE = ("default", "gpt-2")
+_DIGITS_PRE = ("smollm",)
+# Published in the tokenizer.json of the models; the two differ in how many digits go together.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_PRE = {
+    "llama-bpe": _PATTERN.replace("DIGITS", "{1,3}"),
+    "llama3": _PATTERN.replace("DIGITS", "{1,3}"),
+    "qwen2": _PATTERN.replace("DIGITS", ""),
+}
+
+Step = Callable[[str], None]
+
+
+def convert_gguf(gguf: Path, out_dir: Path, *, dtype: str, step: Step = lambda what: None) -> None:
+    """Write `out_dir` (made, must be empty) from `gguf`, weights in `dtype` ("float32" or "bfloat16").
+
+    `step` is told what comes next. Raises UsageError naming the file when it is not a GGUF file, truncated,
+    of an unknown architecture, or has a tokenizer or RoPE scaling that cannot be carried over.
+    """
+    step("reading the header")
+    reader = _open(gguf)
+    architecture = str(_field(reader, "general.architecture"))
+    if architecture not in _ARCHITECTURES:
+        raise UsageError(
+            f"{gguf}: architecture {architecture!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
+        )
+    rope = _rope_parameters(reader, architecture, gguf)
+    tokenizer = _tokenizer(reader, gguf)
+    step("unpacking the weights")
+    model = _model(gguf, dtype)
+    step("writing safetensors")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    if rope is not None:
+        config_path = out_dir / "config.json"
+        values = json.loads(config_path.read_text(encoding="utf-8"))
+        values["rope_parameters"] = {**(values.get("rope_parameters") or {}), **rope}
+        config_path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    locate_tensors(out_dir, read_config(out_dir))
+
+
+def _open(gguf: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(gguf)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise UsageError(f"{gguf} is truncated or not a GGUF file ({error}); fetch it again") from None
+
+
+def _field(reader: Any, key: str, default: Any = None) -> Any:
+    field = reader.fields.get(key)
+    return default if field is None else field.contents()
+
+
+def _model(gguf: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # progress is told through `step`
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+        )
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{gguf} cannot be unpacked: {str(error).splitlines()[0]}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _tokenizer(reader: Any, gguf: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if _field(reader, "tokenizer.ggml.model") is None:
+        raise UsageError(f"{gguf} has no tokenizer; use a file made for chat or text generation")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    if _field(reader, "tokenizer.ggml.model") == "gpt2":
+        _set_pre_tokenizer(
+            tokenizer.backend_tokenizer, str(_field(reader, "tokenizer.ggml.pre", "default")), gguf
+        )
+    said = {
+        "tokenizer.chat_template": tokenizer.chat_template,
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+    }
+    for key, value in said.items():
+        if _field(reader, key) is not None and _field(reader, key) != value:
+            raise UsageError(
+                f"{gguf}: {key} is {_field(reader, key)!r} but the tokenizer came out with {value!r}"
+            )
+    return tokenizer
+
+
+def _set_pre_tokenizer(backend: Any, pre: str, gguf: Path) -> None:
+    """Give a byte-level BPE the splitting that `tokenizer.ggml.pre` names."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if pre in _GPT2_PRE:
+        return  # what transformers made of it
+    if pre in _DIGITS_PRE:
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    elif pre in _SPLIT_PRE:
+        parts = [
+            pre_tokenizers.Split(Regex(_SPLIT_PRE[pre]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    else:
+        known = ", ".join((*_GPT2_PRE, *_DIGITS_PRE, *_SPLIT_PRE))
+        raise UsageError(
+            f"{gguf}: pre-tokenizer {pre!r} is not supported (known: {known});"
+            " use the model's Hugging Face directory, which has its tokenizer.json"
+        )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+
+
+def _rope_parameters(reader: Any, architecture: str, gguf: Path) -> dict[str, Any] | None:
+    """What has to be added to `rope_parameters`, or None for unscaled RoPE."""
+    prefix = f"{architecture}.rope.scaling."
+    kind = _field(reader, prefix + "type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(_field(reader, prefix + "factor"))}
+    if kind == "yarn":
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+            if _field(reader, prefix + key) is not None:
+                raise UsageError(f"{gguf}: {prefix}{key} is not supported; use the Hugging Face directory")
+        settings: dict[str, Any] = {"rope_type": "yarn", "factor": float(_field(reader, prefix + "factor"))}
+        for name, key in (
+            ("original_max_position_embeddings", "original_context_length"),
+            ("beta_fast", "yarn_beta_fast"),
+            ("beta_slow", "yarn_beta_slow"),
+        ):
+            if (value := _field(reader, prefix + key)) is not None:
+                settings[name] = value
+        return settings
+    if kind != "none":
+        raise UsageError(f"{gguf}: RoPE scaling {kind!r} is not supported; known: none, linear, yarn")
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            return _llama3_parameters([float(v) for v in tensor.data.reshape(-1)], reader, architecture, gguf)
+    return None
+
+
+def _llama3_parameters(
+    divisors: list[float], reader: Any, architecture: str, gguf: Path
+) -> dict[str, Any] | None:
+    """`rope_freqs` holds what each frequency is divided by: find the llama3 settings that give it.
+
+    Every Llama 3.1 to 3.3 has the bands 1 and 4 and an original context of 8192; only `factor` differs.
+    """
+    import torch
+
+    if all(value == 1.0 for value in divisors):
+        return None
+    settings: dict[str, Any] = {
+        "factor": max(divisors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    theta = float(_field(reader, f"{architecture}.rope.freq_base", 10000.0))
+    shape = {"theta": theta, "head_dim": 2 * len(divisors), "max_position_embeddings": 8192}
+    plain, _ = inverse_frequencies(RopeConfig(kind="default", **shape))
+    scaled, _ = inverse_frequencies(RopeConfig(kind="llama3", **shape, **settings))
+    if not torch.allclose(plain / scaled, torch.tensor(divisors), rtol=1e-4):
+        raise UsageError(f"{gguf}: its rope_freqs are not those of Llama 3; use the Hugging Face directory")
+    return {"rope_type": "llama3", **settings}
