@@ -38,7 +38,7 @@ class Bench:
 
     def views(self) -> list[JobView]:
         for name in self.jobs:
-            self.orders.setdefault(name, len(self.orders))
+            self.orders.setdefault(name, max(self.orders.values(), default=-1) + 1)
         return [
             JobView(name, job.client, job.weight, self.orders[name], job.steps, job.tokens, job.loss)
             for name, job in self.jobs.items()
@@ -61,6 +61,7 @@ class Bench:
 
     def leave(self, name: str) -> None:
         del self.jobs[name]
+        self.orders.pop(name, None)
         self.schedule.forget(name)
 
 
@@ -321,6 +322,18 @@ def test_negative_control_without_ageing_the_lowest_loss_starves(monkeypatch: py
     for _ in range(1000):
         it.round()
     assert it.jobs["a"].steps == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_that_ends_in_the_middle_of_its_round_leaves_nothing_behind(name: str) -> None:
+    it = bench(name, {"a": Job(loss=2.0), "b": Job(loss=1.0)})
+    it.rounds(1)
+    it.leave("a")
+    it.schedule.ran("a", 100)
+    assert it.rounds(2) == "b b"
+    it.jobs["a"] = Job(loss=2.0)  # the same name again is a new job
+    fresh = bench(name, {"b": Job(loss=1.0), "a": Job(loss=2.0)})
+    assert it.rounds(3) == fresh.rounds(3)
 
 
 def test_unknown_schedule_names_the_nearest() -> None:

@@ -48,7 +48,8 @@ class Schedule(Protocol):
         ...
 
     def ran(self, name: str, tokens: int) -> None:
-        """`name` finished one optimizer step over `tokens` tokens."""
+        """`name` finished one optimizer step over `tokens` tokens. Nothing happens when it was forgotten
+        meanwhile (it ended in the middle of its round)."""
         ...
 
     def forget(self, name: str) -> None:
@@ -107,8 +108,9 @@ class RoundRobin:
         return chosen
 
     def ran(self, name: str, tokens: int) -> None:
-        self._queue.remove(name)
-        self._queue.append(name)
+        if name in self._queue:
+            self._queue.remove(name)
+            self._queue.append(name)
 
     def forget(self, name: str) -> None:
         if name in self._queue:
@@ -153,7 +155,8 @@ class PriorityValLoss:
     def ran(self, name: str, tokens: int) -> None:
         for other in self._runnable:
             self._waited[other] = self._waited.get(other, 0) + 1
-        self._waited[name] = 0
+        if name in self._runnable:
+            self._waited[name] = 0
 
     def forget(self, name: str) -> None:
         self._waited.pop(name, None)
@@ -239,6 +242,8 @@ class Fair:
         return chosen
 
     def ran(self, name: str, tokens: int) -> None:
+        if name not in self._owner:
+            return
         client, weight = self._owner[name]
         self._clients.used[client] += tokens
         self._jobs[client].used[name] += tokens / weight
