@@ -20,6 +20,7 @@ from gshare.cli.doctor_checks import (
     Check,
     check_directory,
     check_gpus,
+    check_hub,
     check_libraries,
     check_machine,
     check_python,
@@ -68,6 +69,7 @@ def examine(out: Path) -> list[Check]:
         check_directory("cache", cache_dir()),
         check_directory("state", xdg_dir("XDG_STATE_HOME", ".local/state"), needs_disk=False),
         check_directory("runtime", runtime_parent(), needs_disk=False),
+        check_hub(),
         check_ssh(),
     ]
 

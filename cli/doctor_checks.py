@@ -211,3 +211,10 @@ def check_ssh() -> Check:
     if client:
         return Check("ssh", "ok", found)
     return Check("ssh", "warn", found, "only a cluster needs it: install the package openssh-client")
+
+
+def check_hub() -> Check:
+    """Whether models may be fetched by hub id; the hub itself is not asked."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    found = "HF_HUB_OFFLINE is set: only cached models" if offline else "allowed, not asked now"
+    return Check("hub", "ok", found)

@@ -177,6 +177,12 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.check_directory("state", tmp_path, needs_disk=False).status == "ok"
 
 
+@pytest.mark.parametrize(("value", "part"), [("1", "only cached"), ("0", "not asked"), ("", "not asked")])
+def test_hub(monkeypatch: pytest.MonkeyPatch, value: str, part: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    assert part in checks.check_hub().found
+
+
 def test_json_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_probe", lambda: GOOD_PROBE)
     assert command.doctor(json=True) == 0
