@@ -94,18 +94,19 @@ class Adam8bitState:
         absmax = torch.zeros(-(-elements // BLOCK), dtype=torch.float32, device=device)
         return cls(codes, codes.clone(), absmax, absmax.clone())
 
-    def to_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Named tensors for a checkpoint: `<prefix>.state1` … `<prefix>.absmax2`; views, not copies."""
-        named = {f"{prefix}.{field}": getattr(self, field) for field in _FIELDS}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The parts for a checkpoint: `state1` … `absmax2`, None left out; views, not copies."""
+        parts = {field: getattr(self, field) for field in _FIELDS}
+        return {field: tensor for field, tensor in parts.items() if tensor is not None}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> Adam8bitState:
-        """The inverse of `to_tensors`. KeyError when a name is missing."""
-        state1, state2 = tensors[f"{prefix}.state1"], tensors[f"{prefix}.state2"]
-        if state1.dtype == torch.float32:
-            return cls(state1, state2, None, None)
-        return cls(state1, state2, tensors[f"{prefix}.absmax1"], tensors[f"{prefix}.absmax2"])
+    def from_named_tensors(
+        cls, parts: Mapping[str, Tensor], device: torch.device | str = "cpu"
+    ) -> Adam8bitState:
+        """The inverse of `named_tensors`, copied to `device`. KeyError when a part is missing."""
+        fields = _FIELDS if parts["state1"].dtype == torch.uint8 else _FIELDS[:2]
+        tensors = [parts[field].to(device, copy=True) for field in fields]
+        return cls(tensors[0], tensors[1], *(tensors[2:] or (None, None)))
 
 
 def quantise_blocks(x_NB: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

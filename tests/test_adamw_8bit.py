@@ -130,8 +130,8 @@ def test_codes_equal_bitsandbytes_cpu_apart_from_its_coarse_lookup(signed: bool)
 def test_twenty_steps_equal_bitsandbytes_cpu_given_its_lookup(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the CPU backend's lookup in place of the exact codes, the rest is bitsandbytes' arithmetic up to the
-    last bit or two (it uses addcmul, addcdiv and add(alpha=), which contract)."""
+    """With the CPU backend's lookup in place of the exact codes, the rest is bitsandbytes' arithmetic up
+    to the last bit or two (it uses addcmul, addcdiv and add(alpha=), which contract)."""
     param = normal(*shape, seed=3) * 0.02
     grads = [normal(*shape, seed=10 + i) * 0.1 for i in range(20)]
     theirs, their_state = bitsandbytes_run(param, grads)
@@ -191,8 +191,8 @@ def test_bits_do_not_depend_on_place_or_threads() -> None:
             for step, grad in enumerate(grads, 1):
                 adamw_8bit_step_(place, grad, fresh, **HYPER, step=step)
             assert torch.equal(place, mine)
-            for name, tensor in fresh.to_tensors("x").items():
-                assert torch.equal(tensor, state.to_tensors("x")[name]), name
+            for name, tensor in fresh.named_tensors().items():
+                assert torch.equal(tensor, state.named_tensors()[name]), name
             assert (arena[:offset] == 9.0).all()
             assert (arena[offset + n :] == 9.0).all()
     finally:
@@ -213,9 +213,9 @@ def test_a_state_survives_its_names_and_continues_with_the_same_bits() -> None:
     param, grads = normal(80, 80, seed=40), [normal(80, 80, seed=50 + i) for i in range(4)]
     mine, state = run(param, grads)
     half, half_state = run(param, grads[:2])
-    named = {name: t.clone() for name, t in half_state.to_tensors("layer.0.lora_A").items()}
-    assert sorted(named) == [f"layer.0.lora_A.{f}" for f in ("absmax1", "absmax2", "state1", "state2")]
-    again = Adam8bitState.from_tensors(named, "layer.0.lora_A")
+    named = {name: t.clone() for name, t in half_state.named_tensors().items()}
+    assert sorted(named) == ["absmax1", "absmax2", "state1", "state2"]
+    again = Adam8bitState.from_named_tensors(named)
     for step in (3, 4):
         adamw_8bit_step_(half, grads[step - 1], again, **HYPER, step=step)
     assert torch.equal(half, mine)
@@ -226,5 +226,7 @@ def test_a_state_survives_its_names_and_continues_with_the_same_bits() -> None:
         adamw_8bit_step_(other, grads[step - 1], forgotten, **HYPER, step=step)
     assert not torch.equal(other, mine)
     small = Adam8bitState.new((3, 5))
-    assert sorted(small.to_tensors("s")) == ["s.state1", "s.state2"]
-    assert Adam8bitState.from_tensors(small.to_tensors("s"), "s").absmax1 is None
+    assert sorted(small.named_tensors()) == ["state1", "state2"]
+    assert Adam8bitState.from_named_tensors(small.named_tensors()).absmax1 is None
+    with pytest.raises(KeyError, match="absmax2"):
+        Adam8bitState.from_named_tensors({name: t for name, t in named.items() if name != "absmax2"})
