@@ -1,0 +1,118 @@
+"""`gshare finetune --detach`: a supervising client in a session of its own.
+
+    python -m gshare.agent.service.detach --ready-fd N      (its plan comes on stdin)
+
+Everything that can go wrong with the input has been checked in the foreground, data is tokenised; what is
+left to do here is to supervise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.events import Evaluated, Event, JobChanged, TrainerMessage
+from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.registry import TrainerConfig, log_path
+from gshare.agent.service.sinks import Sinks
+from gshare.agent.service.supervise import StopRequest, Supervisor
+
+
+class DetachedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a detached client is told on stdin."""
+
+    config: TrainerConfig
+    requests: list[JobRequest]
+    report_to: list[str] = []
+
+
+def detach(plan: DetachedPlan) -> tuple[int, str]:
+    """Starts the client: `(pid, path of its log)`, as soon as it has reached its trainer.
+
+    Raises `GshareError` with its last words when it ends before that.
+    """
+    log = log_path(f"client-{os.getpid()}-{time.time_ns()}")
+    ready, ready_write = os.pipe()
+    with os.fdopen(ready, "rb") as reader:
+        try:
+            with open(log, "ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "gshare.agent.service.detach", "--ready-fd", str(ready_write)],
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(ready_write,),
+                )
+        finally:
+            os.close(ready_write)
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(msgspec.json.encode(plan))
+        if not reader.read(1):  # end of file: it is dead
+            code = process.wait()
+            raise GshareError(
+                f"the detached client ended at once (exit code {code}); its log says why: {log}"
+            )
+    return process.pid, str(log)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gshare-detached", description=__doc__)
+    parser.add_argument("--ready-fd", type=int, required=True, help="gets one byte when the trainer answers")
+    ready: list[int] = [parser.parse_args(arguments).ready_fd]
+    os.set_inheritable(ready[0], False)
+    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=DetachedPlan)
+    sinks = Sinks(plan.report_to, plan.requests)
+
+    def on_event(event: Event) -> None:
+        sinks.take(event)
+        line = describe(event)
+        if line:
+            print(time.strftime("%H:%M:%S"), line, flush=True)
+
+    def on_connected() -> None:
+        if ready:  # once: a later trainer is a new one after a crash
+            fd = ready.pop()
+            os.write(fd, b"1")
+            os.close(fd)
+
+    try:
+        with StopRequest().listening() as stop:
+            return Supervisor(
+                config=plan.config,
+                requests=plan.requests,
+                on_event=on_event,
+                on_connected=on_connected,
+                stop=stop,
+            ).run()
+    except GshareError as error:
+        print(error, flush=True)
+        return error.exit_code
+    finally:
+        sinks.close()
+
+
+def describe(event: Event) -> str:
+    """The event as one line for a log; empty for those that come with every step."""
+    if isinstance(event, JobChanged):
+        line = f"{event.job}: {event.state} at step {event.step} of {event.total_steps}"
+        return f"{line}: {event.reason}" if event.reason else line
+    if isinstance(event, Evaluated):
+        return (
+            f"{event.job}: step {event.step}, val loss {event.val_loss:.4f}{' (best)' if event.best else ''}"
+        )
+    if isinstance(event, TrainerMessage):
+        return f"{event.job}: {event.text}" if event.job else event.text
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What has to be in the environment before torch is loaded; torch-free itself.
+
+Set at the spawn of every trainer, and by whatever else runs the engine in its own process (tests, audit).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+
+def trainer_environment() -> dict[str, str]:
+    """The variables that a process which runs the engine must have, as `{name: value}`.
+
+    `MKL_CBWR` is always set, whatever the caller's environment says: with it rows of a GEMM have the same
+    bits at every M, offset and thread count; without it they have not (dev/LOG.md, spike on packed GEMMs).
+    `OMP_NUM_THREADS` is the caller's when set, else the physical cores this process may run on.
+    """
+    return {
+        "MKL_CBWR": "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(usable_cores()),
+        "TOKENIZERS_PARALLELISM": "false",
+        # cuBLAS picks split-K workspaces by stream unless its workspace is fixed (CUDA docs, cuBLAS
+        # "Results reproducibility").
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+def usable_cores() -> int:
+    """Physical cores, no more than the affinity mask allows; at least 1."""
+    allowed = len(os.sched_getaffinity(0))
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def _has_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return "avx512f" in line.split()
+    return False

@@ -1,0 +1,165 @@
+"""The messages between a trainer and its clients, version 1.
+
+Field names are frozen by tests/test_service_protocol.py.
+
+    client                                  trainer
+      ClientHello  ───────────────────────►
+                   ◄───────────────────────  TrainerHello | Refused (and the connection is closed)
+      SubmitJobs, StopJobs, … (id = n) ────►
+                   ◄───────────────────────  Done | Refused | Jobs | Following (reply_to = n)
+                   ◄───────────────────────  EventFrame …            after a Follow
+
+Any number of clients may be connected and each may submit at any time: joining a running trainer needs no
+message of its own. A job belongs to the connection that submitted it: when that connection ends without
+`Detach`, the job is checkpointed and stopped. Any client (of the same user: the socket is 0600) may list,
+follow, stop, pause and resume any job.
+
+Durable events carry `seq` ≥ 1 and come exactly once to a client that says where it stopped; samples
+(`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from gshare.agent.jobs.events import Event, JobStateName
+from gshare.agent.jobs.spec import JobRequest
+
+PROTOCOL_VERSION = 1
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages; unknown fields are ignored, so a later minor version may add some."""
+
+
+class ClientHello(_Message, frozen=True, tag="client_hello"):
+    """First frame of a client."""
+
+    protocol: int
+    gshare: str  # version of the package
+    pid: int
+    client: str  # a name for people and for fairness between clients
+
+
+class TrainerHello(_Message, frozen=True, tag="trainer_hello"):
+    """First frame of a trainer; `fingerprint` is empty while the base is still being loaded."""
+
+    protocol: int
+    gshare: str
+    pid: int
+    trainer_id: str
+    model: str
+    base_dtype: str
+    schedule: str
+    journal_id: str
+    ready: bool  # the base is loaded
+    fingerprint: dict[str, str] = {}
+
+
+class SubmitJobs(_Message, frozen=True, tag="submit"):
+    """Admit these jobs, between two rounds. Answered by `Done` with the refused ones in `failed`."""
+
+    id: int
+    jobs: list[JobRequest]
+
+
+class StopJobs(_Message, frozen=True, tag="stop"):
+    """Checkpoint and stop. An empty list: all jobs of this connection."""
+
+    id: int
+    jobs: list[str]
+    reason: str = ""
+
+
+class PauseJobs(_Message, frozen=True, tag="pause"):
+    id: int
+    jobs: list[str]
+
+
+class ResumeJobs(_Message, frozen=True, tag="resume"):
+    id: int
+    jobs: list[str]
+
+
+class ListJobs(_Message, frozen=True, tag="list"):
+    id: int
+
+
+class Follow(_Message, frozen=True, tag="follow"):
+    """Send events from now on: the durable ones after `after_seq` of journal `journal_id`, in order.
+
+    Another (or empty) `journal_id` starts at the oldest event kept. `jobs` empty: of all jobs.
+    """
+
+    id: int
+    journal_id: str = ""
+    after_seq: int = 0
+    jobs: list[str] = []
+
+
+class Detach(_Message, frozen=True, tag="detach"):
+    """This connection's jobs go on when it ends."""
+
+    id: int
+
+
+class Shutdown(_Message, frozen=True, tag="shutdown"):
+    """Checkpoint and stop all jobs, then exit."""
+
+    id: int
+
+
+Request = SubmitJobs | StopJobs | PauseJobs | ResumeJobs | ListJobs | Follow | Detach | Shutdown
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """The request was applied; `failed` maps each job it did not apply to onto the reason."""
+
+    reply_to: int
+    jobs: list[str] = []
+    failed: dict[str, str] = {}
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The request (0: the connection) was refused as a whole."""
+
+    reply_to: int
+    reason: str
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `gshare jobs list`."""
+
+    job: str
+    state: JobStateName
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    client: str = ""
+    output_dir: str = ""
+    reason: str = ""
+
+
+class Jobs(_Message, frozen=True, tag="jobs"):
+    reply_to: int
+    jobs: list[JobStatus]
+
+
+class Following(_Message, frozen=True, tag="following"):
+    """`gap`: durable events that the client has not seen are no longer kept (the journal is bounded)."""
+
+    reply_to: int
+    journal_id: str
+    next_seq: int
+    gap: bool
+
+
+class EventFrame(_Message, frozen=True, tag="event"):
+    journal_id: str
+    seq: int  # 0: a sample
+    event: Event
+
+
+FromClient = ClientHello | Request
+FromTrainer = TrainerHello | Done | Refused | Jobs | Following | EventFrame

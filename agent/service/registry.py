@@ -1,0 +1,284 @@
+"""Where trainers live, which of them are alive, and what became of the jobs of those that ended.
+
+    <runtime>/gshare/trainers/<id>/    trainer.json  socket  lock  supervisor  in_flight  journal.jsonl
+                                       jobs.jsonl  exit.json
+    <state>/gshare/jobs.jsonl          the last jobs that ended
+    <state>/gshare/logs/<id>.log       output of trainers and detached clients, the newest ones
+
+A trainer holds a flock on `lock` for life, its supervising client one on `supervisor`: a directory whose
+locks can both be taken belongs to nobody. No PID is asked: PIDs are reused, and differ between namespaces.
+Trust boundary: the directory is 0700 and ours; whoever is this user (or root) may do anything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.events import ENDED, JobChanged
+from gshare.agent.service.journal import read_journal, strict_json
+from gshare.agent.service.protocol import JobStatus
+
+FINISHED_KEPT = 200  # records of ended jobs; the file holds at most twice as many
+LOGS_KEPT = 20
+
+LOCK = "lock"
+SUPERVISOR = "supervisor"
+
+T = TypeVar("T")
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`trainer.json`: what a trainer process needs to know before its first client comes."""
+
+    model: str  # as the user named it
+    model_dir: str
+    base_dtype: str
+    schedule: str = "synchronized"
+    max_tokens_per_pass: int = 16384
+    max_adapters_per_pass: int = 0
+    device: str = "auto"
+    runner: str = "gshare.agent.train.runner:Runner"  # "module:class"; only tests name another
+    first_client_seconds: float = 60.0  # exits when nobody has connected for so long
+    idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
+
+
+class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`exit.json`: a trainer that ended in order. Its absence on a dead trainer means it crashed."""
+
+    code: int
+    reason: str
+
+
+class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A record of an ended job; `ended` is Unix time in seconds."""
+
+    status: JobStatus
+    ended: float
+    trainer_id: str
+
+
+def runtime_dir() -> Path:
+    """`$XDG_RUNTIME_DIR/gshare`, else `/tmp/gshare-<uid>`; made 0700, refused when it is not ours."""
+    xdg = os.environ.get("XDG_RUNTIME_DIR", "")
+    if xdg and os.path.isabs(xdg) and os.path.isdir(xdg):
+        return private_dir(Path(xdg) / "gshare")
+    return private_dir(Path(f"/tmp/gshare-{os.getuid()}"))
+
+
+def state_dir() -> Path:
+    """`$XDG_STATE_HOME/gshare`, else `~/.local/state/gshare`."""
+    xdg = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(xdg) if xdg and os.path.isabs(xdg) else Path.home() / ".local" / "state"
+    path = base / "gshare"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def private_dir(path: Path) -> Path:
+    """Makes `path` (0700) or checks that it is a directory, no symlink, ours, and closed to others.
+
+    /tmp is everybody's: without the check another user could have made the directory first and read or
+    replace the socket in it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        raise GshareError(f"{path}: must be a directory, not a link or file; remove it and try again")
+    if status.st_uid != os.getuid():
+        raise GshareError(
+            f"{path}: belongs to user id {status.st_uid}, not to you; "
+            "set XDG_RUNTIME_DIR to a directory of yours"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def trainers_dir() -> Path:
+    return private_dir(runtime_dir() / "trainers")
+
+
+def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
+    """A new trainer's directory with both locks held: `(directory, lock fd, supervisor fd)`.
+
+    The caller passes the lock's descriptor on to the trainer: a flock belongs to the open file, so there is
+    no moment at which a directory that is being set up looks dead and could be collected.
+    """
+    root = trainers_dir()
+    directory = root / f".new-{secrets.token_hex(4)}"
+    directory.mkdir(mode=0o700)
+    lock = take_lock(directory / LOCK)
+    supervisor = take_lock(directory / SUPERVISOR)
+    assert lock is not None
+    assert supervisor is not None
+    write_json(directory / "trainer.json", config)
+    final = root / directory.name.removeprefix(".new-")
+    directory.rename(final)
+    return final, lock, supervisor
+
+
+def take_lock(path: Path) -> int | None:
+    """An exclusive flock on `path` (made if missing), as a descriptor; None when another holds it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds the flock on `path`. A shared try: two who ask do not see each other."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def trainer_dirs() -> Iterator[Path]:
+    """Every trainer's directory, dead or alive, oldest first."""
+    entries = [entry for entry in trainers_dir().iterdir() if not entry.name.startswith(".")]
+    yield from sorted(entries, key=lambda entry: entry.stat().st_mtime if entry.exists() else 0.0)
+
+
+def live_trainers() -> list[Path]:
+    return [directory for directory in trainer_dirs() if is_held(directory / LOCK)]
+
+
+def collect_dead() -> list[FinishedJob]:
+    """Removes the directories that nobody holds any more; their unfinished jobs become records, returned."""
+    lost: list[FinishedJob] = []
+    for directory in trainer_dirs():
+        if is_held(directory / LOCK) or is_held(directory / SUPERVISOR):
+            continue
+        lock = take_lock(directory / LOCK) if directory.exists() else None
+        if lock is None:
+            continue  # another collector was faster
+        try:
+            for job in _unfinished(directory):
+                record_finished(job)
+                lost.append(job)
+            remove_trainer_dir(directory)
+        finally:
+            os.close(lock)
+    return lost
+
+
+def remove_trainer_dir(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _unfinished(directory: Path) -> list[FinishedJob]:
+    """Jobs of a dead trainer whose last state is not an end, by its journal."""
+    jobs: dict[str, JobStatus] = {}
+    for record in read_lines(directory / "jobs.jsonl", JobStatus):
+        jobs[record.job] = record
+    for event in read_journal(directory / "journal.jsonl"):
+        if isinstance(event, JobChanged) and event.job in jobs:
+            jobs[event.job] = msgspec.structs.replace(
+                jobs[event.job], state=event.state, step=event.step, total_steps=event.total_steps
+            )
+    reason = "its trainer and its client died; continue it with --resume"
+    return [
+        FinishedJob(
+            status=msgspec.structs.replace(status, state="failed", reason=reason),
+            ended=time.time(),
+            trainer_id=directory.name,
+        )
+        for status in jobs.values()
+        if status.state not in ENDED
+    ]
+
+
+def record_finished(job: FinishedJob) -> None:
+    """Adds a record; the file is cut back to the newest ones under a lock of its own."""
+    path = state_dir() / "jobs.jsonl"
+    lock = os.open(path.with_name("jobs.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        append_line(path, job)
+        lines = path.read_bytes().splitlines(keepends=True)
+        if len(lines) > 2 * FINISHED_KEPT:
+            temporary = path.with_name("jobs.jsonl.new")
+            temporary.write_bytes(b"".join(lines[-FINISHED_KEPT:]))
+            os.replace(temporary, path)
+    finally:
+        os.close(lock)
+
+
+def finished_jobs() -> list[FinishedJob]:
+    """The last record of every ended job's name, newest first."""
+    newest: dict[str, FinishedJob] = {}
+    for job in read_lines(state_dir() / "jobs.jsonl", FinishedJob):
+        newest[job.status.job] = job
+    return sorted(newest.values(), key=lambda job: -job.ended)
+
+
+def log_path(identity: str) -> Path:
+    """Where the process `identity` writes its output; the oldest logs beyond `LOGS_KEPT` are removed."""
+    logs = state_dir() / "logs"
+    logs.mkdir(exist_ok=True, mode=0o700)
+    files = sorted(logs.glob("*.log"), key=lambda file: file.stat().st_mtime if file.exists() else 0.0)
+    for old in files[: max(0, len(files) - LOGS_KEPT + 1)]:
+        old.unlink(missing_ok=True)
+    return logs / f"{identity}.log"
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Whole or not at all for readers: temp file, then rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    os.replace(temporary, path)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise GshareError(f"{path}: cannot be read: {error}") from None
+
+
+def read_exit(directory: Path) -> ExitRecord | None:
+    """How a dead trainer ended, None when it crashed."""
+    path = directory / "exit.json"
+    return read_json(path, ExitRecord) if path.exists() else None
+
+
+def append_line(path: Path, value: msgspec.Struct) -> None:
+    line = json.dumps(strict_json(msgspec.to_builtins(value))).encode() + b"\n"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """The lines of a JSONL file as `kind`; torn or foreign lines are skipped."""
+    records: list[T] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.MsgspecError):
+                records.append(msgspec.json.decode(line, type=kind))
+    return records

@@ -1,0 +1,301 @@
+"""The client that answers for its jobs: starts their trainer, another one when it dies, and stops them.
+
+Which job to blame for a crash is decided by the state machine in `agent/jobs/suspects.py`; here are its
+effects. Ctrl-C, SIGTERM and SIGHUP stop this client's own jobs with a checkpoint; a second one leaves at
+once, which the trainer sees as a client that is gone: it checkpoints and stops the jobs by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import msgspec
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, Stopped
+from gshare.agent.jobs import suspects
+from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, Stepped, TrainerMessage
+from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.breadcrumb import read_breadcrumb
+from gshare.agent.service.client import Spawned, TrainerClient, TrainerGone, spawn_trainer
+from gshare.agent.service.journal import read_journal
+from gshare.agent.service.protocol import (
+    Done,
+    JobStatus,
+    PauseJobs,
+    Refused,
+    ResumeJobs,
+    StopJobs,
+    SubmitJobs,
+)
+from gshare.agent.service.registry import (
+    FinishedJob,
+    TrainerConfig,
+    read_exit,
+    record_finished,
+    remove_trainer_dir,
+)
+from gshare.agent.service.table import JobTable
+
+#: How long the client waits for a trainer that nobody uses any more: its memory should be free on return.
+EXIT_WAIT_SECONDS = 10.0
+_POLL = 0.1  # seconds; the longest a signal or the screen waits
+
+
+@dataclass
+class StopRequest:
+    """Set by the first signal; the second raises `Stopped` where the main thread is."""
+
+    exit_code: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        code = EXIT_SIGTERM if number == signal.SIGTERM else EXIT_SIGINT
+        if self.exit_code is not None:
+            raise Stopped("left at once; the trainer checkpoints and stops the jobs by itself", code)
+        self.exit_code = code
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Handles SIGINT, SIGTERM and SIGHUP, save those that the shell has set to ignore (nohup, `&`)."""
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.getsignal(number) for number in signals}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Supervisor:
+    """Runs `requests` to their ends. `on_event` gets every event in order; `on_tick` runs every `_POLL` s."""
+
+    config: TrainerConfig
+    requests: Sequence[JobRequest]
+    on_event: Callable[[Event], None]
+    on_tick: Callable[[], None] = lambda: None
+    on_connected: Callable[[], None] = lambda: None
+    stop: StopRequest = field(default_factory=StopRequest)
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        names = [request.spec.name for request in self.requests]
+        self._by_name = dict(zip(names, self.requests, strict=True))
+        self._machine = suspects.Suspects(names)
+        self._actions: deque[suspects.Action] = deque()
+        self.table = JobTable()
+        for request in self.requests:
+            self.table.add(
+                JobStatus(job=request.spec.name, state="queued", output_dir=request.spec.output_dir)
+            )
+        self._trainer: Spawned | None = None
+        self._connection: TrainerClient | None = None
+        self._submitted: set[str] = set()  # ever: these resume
+        self._here: set[str] = set()  # sent to the trainer that runs now
+        self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
+        self._stop_sent = False
+        self._exit_code: int | None = None  # of a trainer that ended in order, with an error
+        self.logs: list[str] = []  # of the trainers that ran, for a last message
+
+    def run(self) -> int:
+        """Returns the command's exit code: 0 all completed, 1 some failed or diverged, 130 or 143 stopped."""
+        try:
+            self._actions.extend(self._machine.handle(suspects.Begin()))
+            while not self._machine.done:
+                self._turn()
+                self.on_tick()
+        finally:
+            self._leave()
+        return self._code()
+
+    def _turn(self) -> None:
+        if self.stop.exit_code is not None and not self._stop_sent:
+            self._stop_own()
+            return
+        try:
+            if self._actions:
+                self._do(self._actions.popleft())
+                return
+            assert self._connection is not None
+            events = self._connection.poll(_POLL)
+            for request_id in list(self._waiting):
+                self._answered(request_id)
+            for event in events:
+                self._actions.extend(self._take(event))
+        except TrainerGone:
+            self._died()
+
+    def _do(self, action: suspects.Action) -> None:
+        if isinstance(action, suspects.StartTrainer):
+            self._start(action.jobs)
+        elif isinstance(action, suspects.Admit):
+            self._submit(action.submit)
+            if action.unpause:
+                self._send(ResumeJobs, action.unpause)
+        elif isinstance(action, suspects.Hold):
+            self._send(PauseJobs, (action.job,))
+        elif isinstance(action, suspects.MarkFailed):
+            self._end(action.job, "failed", action.reason)
+        else:
+            for job in action.jobs:
+                self._end(job, "failed", action.reason)
+
+    def _start(self, jobs: tuple[str, ...]) -> None:
+        self._trainer = spawn_trainer(self.config)
+        self.logs.append(str(self._trainer.log))
+        self._here = set()
+        self._waiting = {}
+        self._connection = TrainerClient(self._trainer.directory, self.client or f"pid-{os.getpid()}")
+        self._connection.follow(list(self._by_name))
+        self.on_connected()
+        self._submit(jobs)
+
+    def _submit(self, jobs: tuple[str, ...]) -> None:
+        if not jobs:
+            return
+        assert self._connection is not None
+        requests = [
+            msgspec.structs.replace(self._by_name[job], resume=True)
+            if job in self._submitted
+            else self._by_name[job]
+            for job in jobs
+        ]
+        self._submitted |= set(jobs)
+        self._here |= set(jobs)
+        self._waiting[self._connection.send(SubmitJobs, jobs=requests)] = jobs
+
+    def _send(self, make: type[PauseJobs | ResumeJobs], jobs: tuple[str, ...]) -> None:
+        """The reply does not matter: what fails has ended meanwhile, and its event says so."""
+        assert self._connection is not None
+        self._connection.send(make, jobs=list(jobs))
+
+    def _answered(self, request_id: int) -> None:
+        assert self._connection is not None
+        reply = self._connection.reply(request_id)
+        if reply is None:
+            return
+        jobs = self._waiting.pop(request_id)
+        if isinstance(reply, Refused):
+            failed = dict.fromkeys(jobs, reply.reason)
+        else:
+            assert isinstance(reply, Done), reply
+            failed = reply.failed
+        for job, reason in failed.items():
+            self._actions.extend(self._end(job, "failed", reason))
+
+    def _take(self, event: Event) -> list[suspects.Action]:
+        """Shows the event and tells the machine."""
+        self.table.update(event)
+        self.on_event(event)
+        if isinstance(event, Stepped):
+            return self._machine.handle(suspects.Passed(event.job, event.step))
+        if isinstance(event, JobChanged) and event.state in ENDED:
+            return self._machine.handle(suspects.Ended(event.job))
+        return []
+
+    def _end(self, job: str, state: JobStateName, reason: str) -> list[suspects.Action]:
+        """A job ends by the client's word: no trainer has it (any more)."""
+        status = self.table.get(job)
+        assert status is not None
+        if status.state in ENDED:
+            return []
+        event = JobChanged(
+            job=job, state=state, step=status.step, total_steps=status.total_steps, reason=reason
+        )
+        actions = self._take(event)
+        last = self.table.get(job)
+        assert last is not None
+        trainer_id = self._trainer.directory.name if self._trainer else ""
+        record_finished(FinishedJob(status=last, ended=time.time(), trainer_id=trainer_id))
+        return actions
+
+    def _stop_own(self) -> None:
+        self._stop_sent = True
+        self._actions.clear()
+        for job in self._by_name:
+            if job not in self._here:
+                self._end(job, "stopped", "stopped before it was started")
+        if self._connection is None or self._trainer is None:
+            return
+        try:
+            if self._waiting:
+                # The base is still being loaded, perhaps for minutes, or jobs are being admitted.
+                self._trainer.process.terminate()
+            else:
+                self._connection.send(StopJobs, jobs=[], reason="stopped by the user")
+        except TrainerGone:
+            self._died()
+
+    def _died(self) -> None:
+        """The trainer is gone: takes what it left behind, then lets the machine decide."""
+        assert self._trainer is not None
+        trainer, connection = self._trainer, self._connection
+        code = trainer.wait_dead()
+        self._trainer = self._connection = None
+        seq = 0
+        if connection is not None and connection.directory == trainer.directory:
+            for event in connection.pending():
+                self._take(event)
+            seq = connection.seq
+            connection.close()
+        # Durable events that were written down and no longer sent, so that each still comes exactly once.
+        for event in read_journal(trainer.directory / "journal.jsonl", after_seq=seq):
+            if not event.job or event.job in self._by_name:
+                self._take(event)
+        ended_in_order = read_exit(trainer.directory)
+        in_flight = read_breadcrumb(trainer.directory)
+        trainer.release()
+        remove_trainer_dir(trainer.directory)
+        self._actions.clear()
+        self._here = set()
+        if self._machine.done:
+            return
+        if ended_in_order is not None:
+            stopped = ended_in_order.code in (EXIT_OK, EXIT_SIGTERM)
+            self._exit_code = None if stopped else ended_in_order.code
+            self._end_all("stopped" if stopped else "failed", f"the trainer ended: {ended_in_order.reason}")
+            return
+        how = trainer.how_it_died(code)
+        if self.stop.exit_code is not None:
+            self._end_all("failed", f"the trainer died while stopping ({how}); continue with --resume")
+            return
+        names = ", ".join(f"{job} at step {step}" for job, step in in_flight) or "no job"
+        text = f"the trainer died ({how}) with {names} in flight; resuming on a new one (log: {trainer.log})"
+        self.on_event(TrainerMessage(level="warning", text=text))
+        self._actions.extend(self._machine.handle(suspects.Died(tuple(in_flight), how)))
+        while self._machine.done and self._actions:
+            self._do(self._actions.popleft())  # the last MarkFailed, or GiveUp: `run` goes no further
+
+    def _end_all(self, state: JobStateName, reason: str) -> None:
+        for status in self.table.all():
+            self._end(status.job, state, reason)
+
+    def _leave(self) -> None:
+        """Hangs up, which ends the trainer unless others use it, and waits for it."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._trainer is not None:
+            self._trainer.release()
+            if self.table.active():
+                return  # leaving at once: the trainer stops these by itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._trainer.process.wait(EXIT_WAIT_SECONDS)
+
+    def _code(self) -> int:
+        states = {status.state for status in self.table.all()}
+        if states <= {"completed"}:
+            return EXIT_OK
+        if self.stop.exit_code is not None:
+            return self.stop.exit_code
+        if self._exit_code is not None:
+            return self._exit_code
+        return EXIT_FAILURE if states & {"failed", "diverged"} else EXIT_SIGINT

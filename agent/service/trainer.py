@@ -1,0 +1,338 @@
+"""The trainer process: one base, one device, the jobs of any number of clients.
+
+    python -m gshare.agent.service.trainer --dir DIR      (spawned by `client.spawn_trainer`)
+
+The main thread loads the base and runs rounds; commands of the clients are applied between two rounds. The
+server's thread owns the socket. The process ends when its last client and its last job are gone, or on
+SIGTERM (all jobs are checkpointed first; exit 143). SIGINT and SIGHUP are ignored: a Ctrl-C goes to the
+client, which decides. What ends it in any other way is a crash, for the supervising client to sort out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError
+from gshare.agent.jobs.events import (
+    DURABLE,
+    ENDED,
+    Event,
+    JobChanged,
+    TrainerMessage,
+)
+from gshare.agent.jobs.names import check_name
+from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.breadcrumb import Breadcrumb
+from gshare.agent.service.environment import trainer_environment
+from gshare.agent.service.journal import Journal
+from gshare.agent.service.output_dir import OutputClaim, RunRecord
+from gshare.agent.service.protocol import (
+    PROTOCOL_VERSION,
+    Done,
+    JobStatus,
+    PauseJobs,
+    ResumeJobs,
+    Shutdown,
+    StopJobs,
+    SubmitJobs,
+    TrainerHello,
+)
+from gshare.agent.service.registry import (
+    LOCK,
+    SUPERVISOR,
+    ExitRecord,
+    FinishedJob,
+    TrainerConfig,
+    append_line,
+    is_held,
+    read_json,
+    record_finished,
+    remove_trainer_dir,
+    take_lock,
+    write_json,
+)
+from gshare.agent.service.server import Command, Connection, Server
+from gshare.agent.service.table import JobTable
+
+#: How long the main thread sleeps at most when nothing is runnable, seconds.
+_IDLE_POLL = 0.05
+
+
+class Runner(Protocol):
+    """The engine as the trainer drives it; `gshare.agent.train.runner.Runner` is the real one."""
+
+    def admit(self, request: JobRequest) -> None: ...
+    def stop(self, job: str, reason: str) -> None: ...
+    def pause(self, job: str) -> None: ...
+    def resume(self, job: str) -> None: ...
+    def run_round(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class _Terminated(BaseException):
+    """SIGTERM while the base is loaded; no Exception, so that no handler on the way takes it for an error."""
+
+
+class Trainer:
+    """One life of the process, from loading the base to the exit code of `run`."""
+
+    def __init__(self, directory: Path, config: TrainerConfig) -> None:
+        self._directory = directory
+        self._config = config
+        self._table = JobTable()
+        self._owner: dict[str, int | None] = {}  # job → key of its connection; None: detached
+        self._claims: dict[str, OutputClaim] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._crumb = Breadcrumb(directory)
+        self._journal = Journal(directory / "journal.jsonl", directory.name)
+        self._server = Server(
+            directory / "socket", self._journal, self._hello, self._table.all, self._commands
+        )
+        self._runner: Runner | None = None
+        self._fingerprint: dict[str, str] = {}
+        self._terminating = False
+        self._shutdown = False
+
+    def run(self) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._server.start()
+        try:
+            self._load()
+            code, reason = self._work()
+        except GshareError as error:
+            # Foreseen, and not any one job's doing (those the runner ends by itself): no restart would help.
+            self._on_event(TrainerMessage(level="error", text=str(error)))
+            code, reason = error.exit_code, str(error)
+        except _Terminated:
+            code, reason = EXIT_SIGTERM, "SIGTERM"
+        if self._runner is not None:
+            self._runner.close()
+        return self._leave(code, reason)
+
+    def _load(self) -> None:
+        config = self._config
+        module, _, name = config.runner.partition(":")
+        # By name: nothing on this side of the engine may import torch, and the tests bring their own.
+        make: Callable[..., Runner] = getattr(importlib.import_module(module), name)
+        self._runner = make(
+            model_dir=Path(config.model_dir),
+            base_dtype=config.base_dtype,
+            schedule=config.schedule,
+            max_tokens_per_pass=config.max_tokens_per_pass,
+            max_adapters_per_pass=config.max_adapters_per_pass,
+            device=config.device,
+            on_event=self._on_event,
+            on_pass=self._crumb.write,
+        )
+        self._fingerprint = {
+            str(key): str(value) for key, value in getattr(self._runner, "fingerprint", {}).items()
+        }
+
+    def _work(self) -> tuple[int, str]:
+        """Rounds until there is nothing left to do: `(exit code, reason)`."""
+        assert self._runner is not None
+        idle_since = started = time.monotonic()
+        busy = False
+        while True:
+            self._apply_commands(wait=not busy)
+            if self._terminating:
+                self._stop(self._table.active(), "the trainer was asked to stop (SIGTERM)")
+                return EXIT_SIGTERM, "SIGTERM"
+            if self._shutdown:
+                self._stop(self._table.active(), "the trainer was shut down")
+                return EXIT_OK, "shut down by a client"
+            busy = self._runner.run_round()
+            now = time.monotonic()
+            if busy or self._server.clients or self._table.active():
+                idle_since = now
+            elif self._server.ever_connected:
+                if now - idle_since >= self._config.idle_seconds:
+                    return EXIT_OK, "no clients and no jobs"
+            elif now - started >= self._config.first_client_seconds:
+                return EXIT_OK, "no client ever connected"
+
+    def _leave(self, code: int, reason: str) -> int:
+        self._crumb.write(())
+        for claim in self._claims.values():
+            claim.release()
+        write_json(self._directory / "exit.json", ExitRecord(code=code, reason=reason))
+        self._server.close()
+        self._journal.close()
+        self._crumb.close()
+        if not is_held(self._directory / SUPERVISOR):
+            remove_trainer_dir(self._directory)
+        return code
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._runner is None:
+            raise _Terminated  # loading may take minutes, and there is nothing to checkpoint yet
+        self._terminating = True
+
+    def _hello(self) -> TrainerHello:
+        config = self._config
+        return TrainerHello(
+            protocol=PROTOCOL_VERSION,
+            gshare=version("gshare"),
+            pid=os.getpid(),
+            trainer_id=self._directory.name,
+            model=config.model,
+            base_dtype=config.base_dtype,
+            schedule=config.schedule,
+            journal_id=self._journal.journal_id,
+            ready=self._runner is not None,
+            fingerprint=self._fingerprint,
+        )
+
+    def _on_event(self, event: Event) -> None:
+        """From the main thread, or from the one that writes checkpoints."""
+        status = self._table.update(event)
+        if isinstance(event, TrainerMessage):
+            print(f"{event.level}: {event.job + ': ' if event.job else ''}{event.text}", flush=True)
+        if isinstance(event, JobChanged) and event.state in ENDED and status is not None:
+            claim = self._claims.pop(event.job, None)
+            if claim is not None:
+                claim.release()
+            record_finished(FinishedJob(status=status, ended=time.time(), trainer_id=self._directory.name))
+        # Last: who is told that a job ended finds its directory unlocked.
+        self._server.publish(self._journal.append(event) if isinstance(event, DURABLE) else 0, event)
+
+    def _apply_commands(self, *, wait: bool) -> None:
+        """All commands that are there; with `wait`, up to `_IDLE_POLL` for the first."""
+        while True:
+            try:
+                command = self._commands.get(timeout=_IDLE_POLL) if wait else self._commands.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            self._apply(command)
+
+    def _apply(self, command: Command) -> None:
+        assert self._runner is not None
+        runner = self._runner
+        connection, request = command.connection, command.request
+        if request is None:
+            self._client_left(connection)
+            return
+        done: list[str] = []
+        failed: dict[str, str] = {}
+        if isinstance(request, SubmitJobs):
+            for job in request.jobs:
+                self._try(job.spec.name, done, failed, lambda job=job: self._admit(job, connection))
+        elif isinstance(request, StopJobs):
+            own = [job for job, owner in self._owner.items() if owner == connection.key]
+            reason = request.reason or f"stopped by {connection.client}"
+            done, failed = self._stop(request.jobs or own, reason)
+        elif isinstance(request, PauseJobs):
+            for job in request.jobs:
+                self._try(job, done, failed, lambda job=job: self._known(job) and runner.pause(job))
+        elif isinstance(request, ResumeJobs):
+            for job in request.jobs:
+                self._try(job, done, failed, lambda job=job: self._known(job) and runner.resume(job))
+        elif isinstance(request, Shutdown):
+            self._shutdown = True
+        self._server.reply(connection, Done(reply_to=request.id, jobs=done, failed=failed))
+
+    def _stop(self, jobs: Sequence[str], reason: str) -> tuple[list[str], dict[str, str]]:
+        assert self._runner is not None
+        runner = self._runner
+        done: list[str] = []
+        failed: dict[str, str] = {}
+        for job in jobs:
+            self._try(job, done, failed, lambda job=job: self._known(job) and runner.stop(job, reason))
+        return done, failed
+
+    @staticmethod
+    def _try(job: str, done: list[str], failed: dict[str, str], action: Callable[[], object]) -> None:
+        try:
+            action()
+            done.append(job)
+        except GshareError as error:
+            failed[job] = str(error)
+
+    def _known(self, job: str) -> bool:
+        """True for a job that is here and has not ended; else `GshareError`."""
+        status = self._table.get(job)
+        if status is None:
+            raise GshareError(f"job {job} is not in this trainer")
+        if status.state in ENDED:
+            raise GshareError(f"job {job} has ended: {status.state}")
+        return True
+
+    def _admit(self, request: JobRequest, connection: Connection) -> None:
+        assert self._runner is not None
+        spec = request.spec
+        check_name(spec.name, what="job")
+        if spec.name in self._table.active():
+            raise GshareError(f"job {spec.name}: a job of this name runs in this trainer; choose another")
+        claim = OutputClaim(self._run_record(request), resume=request.resume)
+        status = JobStatus(
+            job=spec.name, state="queued", client=connection.client, output_dir=spec.output_dir
+        )
+        self._table.add(status)
+        self._claims[spec.name] = claim
+        self._owner[spec.name] = None if connection.detached else connection.key
+        append_line(self._directory / "jobs.jsonl", status)
+        try:
+            self._runner.admit(msgspec.structs.replace(request, client=connection.client))
+        except GshareError:
+            self._table.remove(spec.name)
+            self._claims.pop(spec.name, claim).undo()
+            del self._owner[spec.name]
+            raise
+
+    def _run_record(self, request: JobRequest) -> RunRecord:
+        return RunRecord(
+            model=self._config.model,
+            base_dtype=self._config.base_dtype,
+            spec=request.spec,
+            train_hash=request.train_hash,
+            val_hash=request.val_hash,
+        )
+
+    def _client_left(self, connection: Connection) -> None:
+        jobs = [job for job, owner in self._owner.items() if owner == connection.key]
+        if connection.detached:
+            self._owner.update(dict.fromkeys(jobs, None))
+            return
+        active = set(self._table.active())
+        self._stop([job for job in jobs if job in active], "its client left")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gshare-trainer", description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="the trainer's directory, with trainer.json")
+    parser.add_argument("--lock-fd", type=int, help="an open descriptor that holds the lock of the directory")
+    options = parser.parse_args(arguments)
+    os.environ.update(trainer_environment())  # before the runner loads torch
+    if options.lock_fd is not None:
+        os.set_inheritable(options.lock_fd, False)
+    elif take_lock(options.dir / LOCK) is None:
+        print(f"{options.dir}: another trainer runs there", file=sys.stderr)
+        return EXIT_FAILURE
+    return Trainer(options.dir, read_json(options.dir / "trainer.json", TrainerConfig)).run()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:
+        # A crash. Leave as a kill would: threads that still write checkpoints must not publish the state
+        # of an engine that has failed, and nobody waits for them.
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(EXIT_FAILURE)
