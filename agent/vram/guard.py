@@ -1,0 +1,263 @@
+"""A reservation in the hands of the process that uses it: taken before the first allocation, kept honest.
+
+    with reserve(8192, task="finetune support") as reservation:
+        cap = reservation.cap(context_mb=measured)      # for the allocator: budget minus context
+        reservation.record_use("load", 5300)
+        reservation.set_client("alice", 900)
+
+Ends with the block, at exit, or by proof of death; never by a signal handler. A forked child has no part
+in it: it closes its copy of the descriptor, so a parent that dies frees the reservation although children
+live on. Fragmentation is not seen: a budget is a sum, and an allocator that needs one large piece may fail
+below it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.vram.devices import Device
+from gshare.agent.vram.identify import visible_devices
+from gshare.agent.vram.ledger import Grant, Ledger, Wanted
+from gshare.agent.vram.queue import OnWait, wait_for
+from gshare.agent.vram.rows import Client, Row, RowKind
+
+#: An hour: the default time that a request waits for memory.
+WAIT_SECONDS = 3600.0
+
+#: A peak above the budget by this much is warned about.
+OVERRUN = 1.20
+
+#: A rewrite of the row costs a millisecond: smaller changes of the use than this (MiB) are not written.
+_WRITE_STEP_MB = 64
+
+_held: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+
+class Cap(NamedTuple):
+    """What the allocator may use. `fraction` is for `torch.cuda.set_per_process_memory_fraction`."""
+
+    mb: int
+    fraction: float
+
+
+def allocator_cap(budget_mb: int, context_mb: int, total_mb: int) -> Cap:
+    """Budget minus the measured context, in MiB and as a fraction of the device, never rounded up.
+
+    GshareError when the context alone takes the budget.
+    """
+    if context_mb >= budget_mb:
+        raise GshareError(
+            f"the CUDA context takes {context_mb} MiB, all of the reserved {budget_mb} MiB; reserve more"
+        )
+    cap = budget_mb - context_mb
+    return Cap(cap, min(1.0, cap / total_mb))
+
+
+class Reservation:
+    """One standing row. Methods are safe from several threads; after `release` they do nothing."""
+
+    def __init__(self, ledger: Ledger, grant: Grant, on_warning: Callable[[str], None]) -> None:
+        self._ledger = ledger
+        self._grant = grant
+        self._on_warning = on_warning
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._measure_anew = False
+        self._warned: set[str] = set()
+        self._open = True
+        _held.add(self)
+
+    @property
+    def id(self) -> str:
+        return self._grant.row.id
+
+    @property
+    def device(self) -> Device:
+        return self._grant.device
+
+    @property
+    def row(self) -> Row:
+        """The row as last written."""
+        return self._grant.row
+
+    @property
+    def budget_mb(self) -> int:
+        return self._grant.row.budget_mb
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def life(self) -> int:
+        """The descriptor that proves the holder's life; a child that inherits it keeps the row alive."""
+        assert self._grant.life is not None
+        return self._grant.life
+
+    def cap(self, context_mb: int, total_mb: int) -> Cap:
+        """The allocator's cap under this reservation: see `allocator_cap`."""
+        return allocator_cap(self.budget_mb, context_mb, total_mb)
+
+    def grow(self, mb: int) -> None:
+        """Reserve `mb` more. RetryLater, and no change, when that does not fit now."""
+        assert mb > 0
+        with self._lock:
+            self._change(lambda row: _with_budget(row, row.budget_mb + mb), ask_mb=self._beyond(mb))
+
+    def shrink(self, mb: int) -> None:
+        """Give `mb` back. What was once used stays counted until a client leaves."""
+        assert mb > 0
+        with self._lock:
+            left = self.budget_mb - mb
+            parts = sum(client.budget_mb for client in self.row.clients)
+            if left < max(1, parts):
+                raise UsageError(f"reservation {self.id}: {mb} MiB less leaves {left}, clients have {parts}")
+            self._change(lambda row: _with_budget(row, left))
+
+    def set_client(self, name: str, budget_mb: int | None) -> None:
+        """Add, change or (None) remove the part of one client; the row's budget follows.
+
+        When a client leaves, the peak is measured anew from the next `record_use` on. RetryLater, and no
+        change, when a larger part does not fit now.
+        """
+        assert budget_mb is None or budget_mb > 0
+        with self._lock:
+            old = next((client.budget_mb for client in self.row.clients if client.name == name), 0)
+            delta = (budget_mb or 0) - old
+            others = tuple(client for client in self.row.clients if client.name != name)
+            added = () if budget_mb is None else (Client(name=name, budget_mb=budget_mb),)
+
+            def change(row: Row) -> Row:
+                row = _with_budget(row, max(1, row.budget_mb + delta))
+                return msgspec.structs.replace(row, clients=others + added)
+
+            self._change(change, ask_mb=self._beyond(delta) if delta > 0 else 0)
+            if budget_mb is None and old:
+                self._measure_anew = True
+
+    def record_use(self, phase: str, mb: int) -> None:
+        """Write down that `mb` MiB are in use after `phase` (load, first_step, eval, save, …).
+
+        The highest use is what others see from then on. Warns once a phase when it is more than 20 % over
+        the budget.
+        """
+        with self._lock:
+            row = self.row
+            peak = mb if self._measure_anew else max(row.peak_mb, mb)
+            uses = {**row.uses, phase: max(row.uses.get(phase, 0), mb)}
+            news = peak != row.peak_mb or phase not in row.uses or abs(mb - row.used_mb) >= _WRITE_STEP_MB
+            if news:
+                self._change(lambda row: msgspec.structs.replace(row, peak_mb=peak, used_mb=mb, uses=uses))
+                self._measure_anew = False
+            if self._open and mb > OVERRUN * row.budget_mb and phase not in self._warned:
+                self._warned.add(phase)
+                over = mb / row.budget_mb - 1
+                self._on_warning(
+                    f"reservation {self.id} ({row.task}): {mb} MiB used after {phase}, {over:.0%} more than "
+                    f"the {row.budget_mb} MiB reserved"
+                )
+
+    def release(self) -> None:
+        """Give everything back; a second call does nothing. In a forked child it does nothing either."""
+        with self._lock:
+            if not self._open or os.getpid() != self._pid:
+                return
+            self._open = False
+            _held.discard(self)
+            self._ledger.release(self._grant)
+
+    def forget(self) -> None:
+        """Close the descriptor without touching the ledger: what a forked child does with its copy."""
+        self._open = False
+        if self._grant.life is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._grant.life)
+            self._grant.life = None
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _beyond(self, mb: int) -> int:
+        """How much of `mb` more is not counted yet: a peak above the budget already is."""
+        row = self.row
+        return max(0, row.budget_mb + mb - row.counted_mb)
+
+    def _change(self, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
+        if self._open:
+            self._ledger.change(self._grant, change, ask_mb=ask_mb)
+
+
+def reserve(
+    budget_mb: int,
+    *,
+    task: str,
+    devices: Sequence[Device] | None = None,
+    timeout_s: float = WAIT_SECONDS,
+    kind: RowKind = "trainer",
+    clients: Sequence[Client] = (),
+    on_wait: OnWait | None = None,
+    on_warning: Callable[[str], None] | None = None,
+    ledger: Ledger | None = None,
+) -> Reservation:
+    """Reserve `budget_mb` MiB on one of `devices` (default: what CUDA_VISIBLE_DEVICES leaves of all).
+
+    Waits up to `timeout_s` seconds, 0 not at all: then RetryLater (exit 75). UsageError when it can never
+    fit, GshareError when the device or the ledger is in trouble. `task` is one line for other users.
+    """
+    ledger = ledger if ledger is not None else Ledger()
+    wanted = Wanted(
+        mb=budget_mb,
+        devices=candidates(ledger, devices),
+        task=task,
+        kind=kind,
+        clients=tuple(clients),
+    )
+    grant = wait_for(ledger, wanted, timeout_s=timeout_s, on_wait=on_wait)
+    return Reservation(ledger, grant, on_warning if on_warning is not None else _warn)
+
+
+def candidates(ledger: Ledger, devices: Sequence[Device] | None) -> tuple[Device, ...]:
+    """The devices that a request may go to. UsageError when CUDA_VISIBLE_DEVICES leaves none."""
+    found = tuple(devices) if devices is not None else visible_devices(ledger.source.devices())
+    if not found:
+        raise UsageError("CUDA_VISIBLE_DEVICES leaves no device; unset it, or name one with --gpus")
+    return found
+
+
+def _with_budget(row: Row, budget_mb: int) -> Row:
+    return msgspec.structs.replace(row, budget_mb=budget_mb)
+
+
+def _warn(text: str) -> None:
+    print(f"gshare: warning: {text}", file=sys.stderr)
+
+
+def _release_all() -> None:
+    for reservation in list(_held):
+        with contextlib.suppress(Exception):
+            reservation.release()
+
+
+def _forget_all() -> None:
+    for reservation in list(_held):
+        reservation.forget()
+    _held.clear()
+
+
+atexit.register(_release_all)
+os.register_at_fork(after_in_child=_forget_all)

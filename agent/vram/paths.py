@@ -1,0 +1,178 @@
+"""Where the ledger lies, and whether files there can be trusted.
+
+One directory per host, the same for every user and login: `/run/gshare` when an administrator made it,
+else `/dev/shm/gshare`, else `/tmp/gshare` (made by the first user, sticky and world-writable). Only
+`GSHARE_LEDGER_DIR` moves it. Refused: a symlink in its place, a directory in which others could delete our
+rows, a filesystem on which flock does not exclude everybody (NFS and other shared ones).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from gshare.agent.errors import GshareError, UsageError
+
+ADMINISTRATOR = Path("/run/gshare")
+SHARED_MEMORY = Path("/dev/shm")
+TEMPORARY = Path("/tmp")
+
+#: Filesystems that several hosts may share, or whose flock a remote side implements as it likes.
+SHARED_FILESYSTEMS = frozenset(
+    {
+        *("nfs", "nfs3", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre"),
+        *("gpfs", "gfs2", "ocfs2", "beegfs", "pvfs2", "orangefs", "davfs", "coda", "vboxsf"),
+    }
+)
+#: FUSE says nothing about what is behind it.
+_FUSE = "fuse"
+
+#: The first user makes the directory and then opens it to all: others look again for this long.
+_SETTLE_SECONDS = 0.5
+
+_checked: set[tuple[int, int]] = set()
+
+
+def ledger_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory that this host's ledger lies in; it need not exist yet."""
+    override = environ.get("GSHARE_LEDGER_DIR")
+    if override:
+        if not os.path.isabs(override):
+            raise UsageError(f"GSHARE_LEDGER_DIR: {override!r} must be an absolute path")
+        return Path(override)
+    if ADMINISTRATOR.is_dir():
+        return ADMINISTRATOR
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else TEMPORARY
+    return base / "gshare"
+
+
+def open_directory(path: Path) -> int:
+    """A descriptor of the ledger's directory, made when it is missing; everything inside goes by it.
+
+    GshareError with one line when it cannot be made or must not be used.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            fd = _open_or_make(path)
+        except OSError as error:
+            raise GshareError(_open_fault(path, error)) from None
+        try:
+            problem = _fault(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        if problem is None:
+            return fd
+        os.close(fd)
+        if time.monotonic() > deadline:
+            raise GshareError(problem)
+        time.sleep(0.01)
+
+
+def _open_or_make(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, flags)
+    # Not only of GSHARE_LEDGER_DIR: a minimal container may lack /tmp.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    fd = os.open(path, flags)
+    if os.fstat(fd).st_uid == os.geteuid():
+        os.fchmod(fd, 0o1777)  # the umask is the user's and stays; only this directory is opened
+    return fd
+
+
+def _open_fault(path: Path, error: OSError) -> str:
+    if path.is_symlink():
+        return f"{path} is a symlink; remove it: the ledger must lie in a directory of its own"
+    return f"cannot use {path} for the ledger: {error.strerror}; make it writable, or set GSHARE_LEDGER_DIR"
+
+
+def _fault(fd: int, path: Path) -> str | None:
+    """What is wrong with the directory, None when it may be used."""
+    status = os.fstat(fd)
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        return f"{path} lets everybody delete everybody's rows; chmod +t {path}"
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
+        if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+            return f"{path} is on a read-only filesystem; set GSHARE_LEDGER_DIR"
+        return f"{path} (uid {status.st_uid}, mode {mode:04o}) is not writable for you; ask for chmod 1777"
+    key = (status.st_dev, status.st_ino)
+    if key not in _checked:
+        kind = filesystem_of(path)
+        if kind in SHARED_FILESYSTEMS or kind.startswith(_FUSE):
+            return (
+                f"{path} is on {kind}, where locks may not hold; set GSHARE_LEDGER_DIR to a local directory"
+            )
+        problem = flock_fault(fd)
+        if problem is not None:
+            return f"{path}: {problem}; set GSHARE_LEDGER_DIR to a local directory"
+        _checked.add(key)
+    return None
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The filesystem's type as the kernel names it (`tmpfs`, `nfs4`); empty when it cannot be told."""
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        # 36 35 98:0 /root /mount/point options - type source super; see proc_pid_mountinfo(5)
+        left, _, right = line.partition(" - ")
+        fields, after = left.split(), right.split()
+        if len(fields) < 5 or not after:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # a later line of the same point is mounted over it
+            best, kind = len(point), after[0]
+    return kind
+
+
+def flock_fault(directory: int) -> str | None:
+    """Whether flock excludes another open of the same file: tried, on a file that is gone at once."""
+    name = f".probe-{secrets.token_hex(6)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        first = os.open(name, flags, 0o600, dir_fd=directory)
+    except OSError as error:
+        return f"no file can be made ({error.strerror})"
+    try:
+        second = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    except OSError as error:
+        os.close(first)
+        return f"a new file cannot be opened ({error.strerror})"
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _can_lock(second):
+            return "flock does not exclude"
+        fcntl.flock(first, fcntl.LOCK_UN)
+        return None if _can_lock(second) else "flock is not given back"
+    except OSError as error:
+        return f"flock does not work ({error.strerror})"
+    finally:
+        os.close(second)
+        os.close(first)
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=directory)
+
+
+def _can_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True

@@ -1,0 +1,84 @@
+"""Waiting for memory: first come, first served, woken by a release, never longer than the timeout.
+
+No inotify and no daemon: every change of the ledger makes, renames or removes a file, so the directory's
+own modification time is the wake-up. A waiter looks at it every `LOOK_S` (one `stat`), and takes the lock
+only when it moved, or after `FULL_LOOK_S` in any case: memory of programs outside the ledger comes free,
+and leases run out, without a change here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from gshare.agent.errors import RetryLater
+from gshare.agent.vram.ledger import Grant, Ledger, Place, Queued, Wanted
+
+LOOK_S = 0.05
+FULL_LOOK_S = 2.0
+
+#: Told when the request starts to wait and whenever its position or reason changes.
+OnWait = Callable[[Queued], None]
+
+
+def wait_for(ledger: Ledger, wanted: Wanted, *, timeout_s: float, on_wait: OnWait | None = None) -> Grant:
+    """Reserve, waiting at most `timeout_s` seconds; 0 does not wait at all.
+
+    RetryLater (exit 75) when the time is over; the queue is left however this ends. Errors of
+    `Ledger.reserve` pass through.
+    """
+    deadline = time.monotonic() + timeout_s
+    join_s = timeout_s if timeout_s > 0 else None
+    place: Place | None = None
+    told: tuple[int, str] | None = None
+    try:
+        while True:
+            stamp = _stamp(ledger)
+            answer = ledger.reserve(wanted, place=place, join_s=join_s)
+            if isinstance(answer, Grant):
+                place = None
+                return answer
+            if place is None and answer.place is not None:
+                place = answer.place
+                stamp = None  # our own joining moved it: what happened meanwhile is seen by the next look
+            if time.monotonic() >= deadline:
+                raise RetryLater(_too_late(answer, wanted, timeout_s))
+            news = (answer.decision.position, answer.decision.reason)
+            if on_wait is not None and news != told:
+                told = news
+                on_wait(answer)
+            _sleep(ledger, stamp, deadline)
+    finally:
+        if place is not None:
+            ledger.leave(place)
+
+
+def _sleep(ledger: Ledger, stamp: int | None, deadline: float) -> None:
+    """Until the directory changes, a full look is due, or the time is over."""
+    with ledger.tracer.span("WaitPoll"), ledger.tracer.phase("wait_poll"):
+        until = min(deadline, time.monotonic() + FULL_LOOK_S)
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(LOOK_S, left))
+            if stamp is None or _stamp(ledger) != stamp:
+                return
+
+
+def _stamp(ledger: Ledger) -> int:
+    """The directory's modification time in ns; 0 when it is gone, so that a new one is a change."""
+    try:
+        return os.stat(ledger.directory).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _too_late(answer: Queued, wanted: Wanted, timeout_s: float) -> str:
+    reason = f"{answer.decision.reason}, on {answer.gpu_uuid}"
+    if timeout_s <= 0:
+        return f"no memory now for {wanted.task}: {reason}; wait for it with --wait-gpu"
+    return (
+        f"waited {timeout_s:.0f} s for memory for {wanted.task}, place {answer.decision.position}: {reason}"
+    )

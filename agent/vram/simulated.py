@@ -1,0 +1,135 @@
+"""Simulated devices: `GSHARE_DEVICES=file.toml`, so that sharing can be tried and tested without a GPU.
+
+    [[device]]
+    uuid = "GPU-sim-0"
+    name = "Simulated 24 GB"
+    total_mb = 24576
+    memory_type = "discrete"        # discrete | unified
+    mig = false
+    used_by_others_mb = 0           # memory of programs outside the ledger
+    state = "ok"                    # ok | no_memory_info | lost | failed
+    processes = [{ pid = 4711, used_mb = 300 }]     # what the driver would list
+
+The file is read again whenever it changes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import nearest
+from gshare.agent.vram.devices import Device, DeviceReading, ProcessUse, ReadingState
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: No process has it: the owner of `used_by_others_mb`.
+OTHERS_PID = 0
+
+
+class SimulatedProcess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pid: int
+    used_mb: int | None = None
+
+
+class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[device]]` table."""
+
+    uuid: str
+    name: str = "Simulated GPU"
+    total_mb: int
+    memory_type: str = "discrete"
+    mig: bool = False
+    used_by_others_mb: int = 0
+    state: ReadingState = "ok"
+    processes: tuple[SimulatedProcess, ...] = ()
+
+
+class SimulatedDevices:
+    """The devices of one file. UsageError naming file, device and key when it is not such a file."""
+
+    note = ""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int, int] | None = None
+        self._tables: dict[str, SimulatedDevice] = {}
+        self._load()
+
+    def devices(self) -> tuple[Device, ...]:
+        self._load()
+        return tuple(
+            Device(
+                uuid=table.uuid,
+                name=table.name,
+                index=index,
+                memory_type="unified" if table.memory_type == "unified" else "discrete",
+                mig=table.mig,
+            )
+            for index, table in enumerate(self._tables.values())
+        )
+
+    def read(self, device: Device) -> DeviceReading:
+        self._load()
+        table = self._tables.get(device.uuid)
+        if table is None:
+            return DeviceReading(state="lost", problem=f"{device.name}: gone from {self._path}")
+        if table.state == "no_memory_info":
+            problem = f"{device.name}: the driver reports no memory (simulated)"
+            return DeviceReading(state=table.state, problem=problem)
+        if table.state != "ok":
+            return DeviceReading(state=table.state, problem=f"{device.name}: {table.state} (simulated)")
+        listed = tuple(ProcessUse(process.pid, process.used_mb) for process in table.processes)
+        used = table.used_by_others_mb + sum(process.used_mb or 0 for process in listed)
+        others = (ProcessUse(OTHERS_PID, table.used_by_others_mb),) if table.used_by_others_mb else ()
+        return DeviceReading(total_mb=table.total_mb, used_mb=used, processes=(*others, *listed))
+
+    def _load(self) -> None:
+        try:
+            status = self._path.stat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            if stamp == self._stamp:
+                return
+            with self._path.open("rb") as file:
+                parsed = tomllib.load(file)
+        except OSError as error:
+            raise UsageError(f"GSHARE_DEVICES: {self._path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"GSHARE_DEVICES: {self._path}: not TOML: {error}") from None
+        self._tables = self._parse(parsed)
+        self._stamp = stamp
+
+    def _parse(self, parsed: dict[str, Any]) -> dict[str, SimulatedDevice]:
+        where = f"GSHARE_DEVICES: {self._path}"
+        for key in parsed:
+            if key != "device":
+                raise UsageError(f"{where}: unknown key {key!r}; devices are [[device]] tables")
+        tables = parsed.get("device", [])
+        if not isinstance(tables, list) or not tables:
+            raise UsageError(f"{where}: no [[device]] table")
+        found: dict[str, SimulatedDevice] = {}
+        known = SimulatedDevice.__struct_fields__
+        for number, table in enumerate(tables, 1):
+            for key in table:
+                if key not in known:
+                    near = nearest(key, known)
+                    hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}"
+                    raise UsageError(f"{where}: device {number}: unknown key {key!r}{hint}")
+            try:
+                device = msgspec.convert(table, SimulatedDevice)
+            except msgspec.ValidationError as error:
+                raise UsageError(f"{where}: device {number}: {error}") from None
+            if device.memory_type not in ("discrete", "unified"):
+                raise UsageError(f"{where}: device {number}: memory_type must be discrete or unified")
+            if device.total_mb <= 0 or device.used_by_others_mb < 0:
+                raise UsageError(f"{where}: device {number}: total_mb must be positive, used not negative")
+            if not device.uuid or device.uuid in found:
+                raise UsageError(f"{where}: device {number}: uuid {device.uuid!r} is empty or taken")
+            found[device.uuid] = device
+        return found

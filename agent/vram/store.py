@@ -1,0 +1,289 @@
+"""The ledger's files: the lock, atomic writes, proof of life. No decision is taken here.
+
+    lock                never replaced, never removed; a flock on it serialises every decision
+    row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
+    wait-ID.json        one queued request    wait-ID.life   the same
+    lease-ID.json       a reservation without a process; it runs out instead
+    passes-UID.json     how often this user's requests passed each waiter
+    quarantine/         damaged rows that `gpu repair` took out
+
+- flock, not lockf: a lockf lock is gone when *any* descriptor of the file is closed.
+- The lock file is opened anew for every operation, so no two threads or forked processes share a lock, and
+  it is unlocked explicitly: a child forked meanwhile keeps the descriptor, but no lock.
+- The proof of life is a file beside the row because the row is replaced on every change: a lock stays with
+  the old inode, so it would have to be carried over while others probe it, and a child that inherited the
+  descriptor (`gpu run`) would be left with a dead one.
+- Life before row, and on the way out row before life: a row without life is damage, never a crash.
+- In a sticky directory nobody can remove another user's dead files; they are skipped instead.
+- Opening files for reading is enough for flock on a local filesystem, so every file is 0644 whatever the
+  umask, and the first user's umask locks nobody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from gshare.agent.errors import GshareError
+from gshare.agent.trace import Tracer
+from gshare.agent.vram.paths import open_directory
+
+LOCK = "lock"
+QUARANTINE = "quarantine"
+TEMPORARY = ".tmp-"
+
+#: Decisions take about a millisecond; a lock held this long belongs to a stopped process.
+LOCK_SECONDS = 30.0
+#: The lock is asked for this often (seconds, with jitter): a blocking flock has no timeout.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0003, 0.004
+
+#: The maker of the lock file needs a moment to open it to others; longer, and it died before it did.
+_SETTLE_SECONDS = 0.5
+
+MAX_FILE = 64 * 1024
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Life = Literal["held", "free", "missing", "unreadable"]
+
+
+class Unreadable(Exception):
+    """The file is there and is no small regular file that we may read; the text says what it is."""
+
+
+class Store:
+    """The ledger's directory while its lock is held. Every name is relative to one open descriptor."""
+
+    def __init__(self, directory: int, path: Path) -> None:
+        self.directory = directory
+        self.path = path
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.directory))
+
+    def read(self, name: str) -> bytes | None:
+        """The file's bytes, None when it is gone. Unreadable for symlinks, pipes, large and foreign files."""
+        try:
+            fd = os.open(name, _READ, dir_fd=self.directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            what = "is a symlink" if error.errno == errno.ELOOP else str(error.strerror)
+            raise Unreadable(what) from None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise Unreadable("is no regular file")
+            if status.st_size > MAX_FILE:
+                raise Unreadable(f"has {status.st_size} bytes")
+            return os.read(fd, MAX_FILE)
+        except OSError as error:
+            raise Unreadable(str(error.strerror)) from None
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half."""
+        temporary = f"{TEMPORARY}{secrets.token_hex(6)}"
+        fd = os.open(temporary, os.O_WRONLY | _CREATE, 0o600, dir_fd=self.directory)
+        try:
+            try:
+                os.fchmod(fd, 0o644)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+        except BaseException:
+            self.remove(temporary)
+            raise
+        os.fsync(self.directory)
+
+    def remove(self, name: str) -> bool:
+        """Whether the file is gone now; False when it is another user's."""
+        try:
+            os.unlink(name, dir_fd=self.directory)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def set_aside(self, name: str) -> Path | None:
+        """Move a damaged file into quarantine; None when it is another user's."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(QUARANTINE, 0o700, dir_fd=self.directory)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            inside = os.open(QUARANTINE, flags, dir_fd=self.directory)
+        except OSError as error:
+            raise GshareError(f"{self.path / QUARANTINE}: {error.strerror}") from None
+        try:
+            if os.fstat(inside).st_uid == os.geteuid():
+                os.fchmod(inside, 0o1777)
+            kept = f"{name}.{secrets.token_hex(4)}"
+            os.rename(name, kept, src_dir_fd=self.directory, dst_dir_fd=inside)
+        except OSError:
+            return None
+        finally:
+            os.close(inside)
+        return self.path / QUARANTINE / kept
+
+    def create_life(self, name: str) -> int:
+        """Make a life file and lock it; the descriptor is the proof. Cleaning needs our lock, so no race."""
+        fd = os.open(name, os.O_RDWR | _CREATE, 0o600, dir_fd=self.directory)
+        try:
+            os.fchmod(fd, 0o644)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(fd)
+            self.remove(name)
+            raise
+        return fd
+
+    def life(self, name: str) -> Life:
+        """Whether somebody holds the file. A shared lock, so that two probes do not look like a holder."""
+        try:
+            fd = os.open(name, _READ, dir_fd=self.directory)
+        except FileNotFoundError:
+            return "missing"
+        except OSError:
+            return "unreadable"
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return "unreadable"
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        except BlockingIOError:
+            return "held"
+        except OSError:
+            return "unreadable"
+        finally:
+            os.close(fd)
+        return "free"
+
+    def is_same(self, name: str, fd: int) -> bool:
+        """Whether `name` is still the file that `fd` has open."""
+        try:
+            there, ours = os.stat(name, dir_fd=self.directory, follow_symlinks=False), os.fstat(fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+@contextlib.contextmanager
+def locked(path: Path, tracer: Tracer, timeout_s: float = LOCK_SECONDS) -> Iterator[Store]:
+    """Hold the ledger's lock. GshareError when it cannot be had, or when writing fails inside.
+
+    Never fork inside: the child would keep the descriptor. (It would not keep the lock: see above.)
+    """
+    deadline = time.monotonic() + timeout_s
+    with tracer.phase("lock_acq"):
+        directory, lock = _acquire(path, deadline)
+    try:
+        yield Store(directory, path)
+    except OSError as error:
+        raise GshareError(f"the ledger in {path} cannot be changed: {error.strerror}") from error
+    finally:
+        with tracer.phase("lock_rel"):
+            release_lock(lock)
+            os.close(directory)
+
+
+def release_lock(fd: int) -> None:
+    """Unlock, then close: closing alone frees nothing while a forked child has the descriptor too."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _acquire(path: Path, deadline: float) -> tuple[int, int]:
+    while True:
+        directory = open_directory(path)
+        try:
+            lock = _open_lock(directory, path)
+            try:
+                take_lock(lock, path, deadline)
+                if _is_current(lock, directory, path):
+                    return directory, lock
+            except BaseException:
+                os.close(lock)
+                raise
+            release_lock(lock)  # somebody removed the lock or the directory: look again
+        except BaseException:
+            os.close(directory)
+            raise
+        os.close(directory)
+        if time.monotonic() > deadline:
+            raise GshareError(f"{path} is being replaced all the time; who removes it?")
+
+
+def _open_lock(directory: int, path: Path) -> int:
+    """Open, or make where missing. Never O_CREAT on an existing file: fs.protected_regular refuses that."""
+    settled = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            fd = os.open(LOCK, _READ, dir_fd=directory)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                made = os.open(LOCK, os.O_RDWR | _CREATE, 0o600, dir_fd=directory)
+                os.fchmod(made, 0o644)
+                os.close(made)
+            continue
+        except PermissionError:
+            if time.monotonic() < settled:
+                time.sleep(0.005)
+                continue
+            raise GshareError(f"{path / LOCK} cannot be read; ask its owner or root for chmod 644") from None
+        except OSError as error:
+            what = "is a symlink; remove it" if error.errno == errno.ELOOP else error.strerror
+            raise GshareError(f"{path / LOCK} {what}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise GshareError(f"{path / LOCK} is no regular file; remove it")
+        return fd
+
+
+def take_lock(fd: int, path: Path, deadline: float) -> None:
+    """flock with a deadline, by asking again: at most `_LONGEST_PAUSE` late."""
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise GshareError(
+                    f"{path / LOCK} has been held too long; a stopped process holds it: "
+                    f"fuser -v {path / LOCK} names it"
+                ) from None
+        except InterruptedError:
+            continue
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+
+def _is_current(lock: int, directory: int, path: Path) -> bool:
+    """Whether what we locked is still what everybody else will open."""
+    try:
+        here = os.stat(LOCK, dir_fd=directory, follow_symlinks=False)
+        named = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    ours, opened = os.fstat(lock), os.fstat(directory)
+    return (
+        ours.st_nlink > 0
+        and (here.st_dev, here.st_ino) == (ours.st_dev, ours.st_ino)
+        and (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+    )

@@ -1,0 +1,158 @@
+"""The ledger as it stands, read under its lock, with the dead taken out.
+
+Dead is: a row whose flock can be taken, a lease that ran out or is of another boot, a waiter whose flock
+can be taken or whose time is over. Kept in doubt: a row whose proof of life cannot be looked at, a dead
+process that the driver still lists (a zombie holds its memory), anything that cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from gshare.agent.vram.clock import Now
+from gshare.agent.vram.devices import DeviceReading
+from gshare.agent.vram.machine import Claim, Waiting
+from gshare.agent.vram.owners import still_listed
+from gshare.agent.vram.rows import BadRow, Damaged, Row, Waiter, decode_row, decode_waiter, salvage
+from gshare.agent.vram.store import TEMPORARY, Store, Unreadable
+
+#: A waiter gives up by itself at its deadline; a stopped one is dropped from the queue this much later.
+WAITER_GRACE_S = 10.0
+
+Readings = Callable[[str], DeviceReading | None]
+
+
+class View(msgspec.Struct, kw_only=True):
+    """What counts now. `passed`: waiter's id → how often later requests were served before it."""
+
+    rows: list[Row]
+    damaged: list[Damaged]
+    waiters: list[Waiter]
+    passed: dict[str, int]
+    lingering: set[str]  # rows of dead processes that the driver still lists
+
+    @property
+    def claims(self) -> list[Claim]:
+        return [row.claim for row in self.rows] + [damaged.claim for damaged in self.damaged]
+
+    @property
+    def queue(self) -> list[Waiting]:
+        return [
+            Waiting(
+                id=waiter.id,
+                ticket=waiter.ticket,
+                request_mb=waiter.request_mb,
+                gpu_uuids=waiter.gpu_uuids,
+                passed=self.passed.get(waiter.id, 0),
+            )
+            for waiter in self.waiters
+        ]
+
+
+def read_view(store: Store, now: Now, readings: Readings) -> View:
+    """Read everything and remove what is dead, as far as it is ours to remove.
+
+    `readings` gives a device's reading by UUID, None where there is none; asked only for dead rows.
+    """
+    view = View(rows=[], damaged=[], waiters=[], passed={}, lingering=set())
+    names = store.names()
+    present = set(names)
+    for name in names:
+        kind, _, rest = name.partition("-")
+        stem, _, suffix = rest.partition(".")
+        if name.startswith(TEMPORARY):
+            store.remove(name)  # every write happens under our lock, so this one's writer died
+        elif suffix == "life" and kind in ("row", "wait") and f"{kind}-{stem}.json" not in present:
+            if store.life(name) == "free":
+                store.remove(name)
+        elif suffix == "json" and kind == "row":
+            _take_row(view, store, stem, readings)
+        elif suffix == "json" and kind == "lease":
+            _take_lease(view, store, stem, now)
+        elif suffix == "json" and kind == "wait":
+            _take_waiter(view, store, stem, now)
+    waiting = {waiter.id for waiter in view.waiters}
+    if waiting:
+        for name in names:
+            if name.startswith("passes-"):
+                for waiter, count in read_passes(store, name).items():
+                    if waiter in waiting:
+                        view.passed[waiter] = view.passed.get(waiter, 0) + count
+    return view
+
+
+def read_passes(store: Store, name: str) -> dict[str, int]:
+    """One user's counts, by waiter. Unreadable ones are dropped: they only bound how long one waits."""
+    try:
+        data = store.read(name)
+        return msgspec.json.decode(data, type=dict[str, int]) if data else {}
+    except (Unreadable, msgspec.DecodeError):
+        return {}
+
+
+def _read_row(store: Store, name: str, stem: str) -> Row | Damaged | None:
+    try:
+        data = store.read(name)
+    except Unreadable as error:
+        claim = Claim(id=stem, gpu_uuid=None, mb=None)
+        return Damaged(name=name, reason=str(error), claim=claim)
+    if data is None:
+        return None
+    try:
+        row = decode_row(data)
+    except BadRow as error:
+        return Damaged(name=name, reason=str(error), claim=salvage(stem, data))
+    if row.id != stem:
+        return Damaged(name=name, reason=f"holds the row {row.id}", claim=salvage(stem, data))
+    return row
+
+
+def _take_row(view: View, store: Store, stem: str, readings: Readings) -> None:
+    name, life = f"row-{stem}.json", f"row-{stem}.life"
+    row = _read_row(store, name, stem)
+    if isinstance(row, Damaged):
+        view.damaged.append(row)
+    elif row is not None:
+        state = store.life(life)
+        if state == "missing":
+            reason = "its proof of life is gone"
+            view.damaged.append(Damaged(name=name, reason=reason, claim=row.claim))
+        elif state != "free":
+            view.rows.append(row)
+        elif still_listed(readings(row.gpu_uuid), row):
+            view.rows.append(row)
+            view.lingering.add(row.id)
+        else:
+            store.remove(name)
+            store.remove(life)
+
+
+def _take_lease(view: View, store: Store, stem: str, now: Now) -> None:
+    name = f"lease-{stem}.json"
+    row = _read_row(store, name, stem)
+    if isinstance(row, Damaged):
+        view.damaged.append(row)
+    elif row is not None:
+        until = row.lease_until_boot_s
+        if until is not None and row.boot_id == now.boot_id and now.boot_s < until:
+            view.rows.append(row)
+        else:
+            store.remove(name)
+
+
+def _take_waiter(view: View, store: Store, stem: str, now: Now) -> None:
+    name, life = f"wait-{stem}.json", f"wait-{stem}.life"
+    waiter: Waiter | None = None
+    try:
+        data = store.read(name)
+        waiter = decode_waiter(data) if data is not None else None
+    except (Unreadable, BadRow):
+        pass  # its process writes it again when it looks next
+    alive = store.life(life) in ("held", "unreadable")
+    if waiter is not None and alive:
+        if waiter.id == stem and now.boot_s <= waiter.deadline_boot_s + WAITER_GRACE_S:
+            view.waiters.append(waiter)
+    elif not alive:
+        store.remove(name)
+        store.remove(life)
