@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.errors import UsageError
+from safetensors import SafetensorError, safe_open
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")

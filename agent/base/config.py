@@ -151,7 +151,7 @@ def read_config(model_dir: Path) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
-        rope=_read_rope(raw, head_dim, max_positions),
+        rope=read_rope(raw, head_dim, max_positions),
         sliding_window=traits.sliding_window or (None,) * layers,
         qkv_bias=traits.qkv_bias,
         o_bias=traits.o_bias,
@@ -177,7 +177,7 @@ def _refuse_unsupported(raw: RawConfig) -> None:
         )
 
 
-def _read_rope(raw: RawConfig, head_dim: int, max_positions: int) -> RopeConfig:
+def read_rope(raw: RawConfig, head_dim: int, max_positions: int) -> RopeConfig:
     """`rope_parameters` (transformers 5), else `rope_theta` with `rope_scaling` (before)."""
     rope = raw.table("rope_scaling") or raw.table("rope_parameters") or RawConfig({}, raw.source)
     if any(isinstance(value, dict) for value in rope.values.values()):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-
 from gshare.agent.base.checkpoint_files import locate_tensors, open_shard
 from gshare.agent.base.config import ModelConfig, linear_prefix, read_config
 from gshare.agent.base.weights import (

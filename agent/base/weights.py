@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
-
 from gshare.agent.base.config import ModelConfig
 from gshare.kernels import int8, nf4
 
