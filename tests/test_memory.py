@@ -112,7 +112,8 @@ def test_8_bit_optimizer_state_by_hand() -> None:
     # r = 16, a layer: 9 matrices of 16·576 = 9,216 (36 blocks), 3 of 16·1536 = 24,576 (96 blocks), and B of
     # k_proj and v_proj of 16·192 = 3,072, too small for 8 bits: two fp32 moments.
     layer = 9 * (2 * 9_216 + 8 * 36) + 3 * (2 * 24_576 + 8 * 96) + 2 * (8 * 3_072)
-    assert eight["optimizer"] - plain["optimizer"] == 30 * layer
+    assert eight["optimizer"] == 30 * layer
+    assert plain["optimizer"] == 8 * 4_884_480
     assert eight["snapshots"] == 6 * (4 * 4_884_480 + 30 * layer)
 
 
@@ -199,7 +200,8 @@ def test_more_of_anything_never_costs_less(
     options = {"base_dtype": base_dtype, "device": device, "pass_tokens": tokens, "longest_row": tokens}
     before = estimate(shape, [spec], **options).total
     assert estimate(shape, [spec, spec], **options).total > before
-    assert estimate(shape, [msgspec.structs.replace(spec, r=r + 1)], **options).total > before
+    if optim == "adamw":  # a matrix that reaches 4,096 elements goes from fp32 to 8-bit state: less
+        assert estimate(shape, [msgspec.structs.replace(spec, r=r + 1)], **options).total > before
     assert estimate(shape, [spec], **(options | {"pass_tokens": tokens + 1})).total > before
     assert estimate(shape, [spec], **(options | {"longest_row": tokens + 1})).total > before
     for field in (

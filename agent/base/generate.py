@@ -19,12 +19,12 @@ class LoadedLora:
     def __init__(
         self, matrices: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]], scaling: float
     ) -> None:
-        self._matrices = matrices
+        self.matrices = matrices
         self._scaling = scaling
         self.tokens = 0  # rows of the current call
 
     def slots(self, layer: int, linear: str) -> list[LoraSlot]:
-        pair = self._matrices.get((layer, linear))
+        pair = self.matrices.get((layer, linear))
         if pair is None:
             return []
         span = ((0, self.tokens),)

@@ -223,9 +223,10 @@ def _adapter_bytes(shape: ModelShape, spec: AdapterSpec, compute: int) -> int:
 
 
 def _optimizer_bytes(shape: ModelShape, spec: AdapterSpec) -> int:
-    """Two fp32 moments an element in the arena; the 8-bit optimizer's state comes on top of those slots."""
-    elements = sum(map(_padded, _matrices(shape, spec)))
-    return 8 * elements + (0 if spec.optim == "adamw" else _eight_bit_bytes(shape, spec))
+    """Two fp32 moments an element in the arena, or the 8-bit optimizer's own state."""
+    if spec.optim != "adamw":
+        return _eight_bit_bytes(shape, spec)
+    return 8 * sum(map(_padded, _matrices(shape, spec)))
 
 
 def _eight_bit_bytes(shape: ModelShape, spec: AdapterSpec) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.adamw import adamw_step_
 from gshare.kernels.adamw_8bit import Adam8bitState, adamw_8bit_step_
@@ -22,8 +22,6 @@ def initial_a(seed: int, key: MatrixKey, shape: tuple[int, int]) -> torch.Tensor
     Keyed by (seed, layer, linear): a job's start does not depend on which other linears it targets, nor
     on the device or library version (Philox counter stream, 53-bit doubles rounded to fp32).
     """
-    from gshare.agent.jobs.spec import LINEARS
-
     stream = np.random.Philox(key=[seed % 2**64, (key.layer << 8) | LINEARS.index(key.linear)])
     raw = stream.random_raw(shape[0] * shape[1])
     unit = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -42,7 +40,7 @@ class Adapter:
         self.spec = spec
         self.arena = arena
         self.lowest_layer = min(key.layer for key in shapes)
-        arena.allocate(name, shapes)
+        arena.allocate(name, shapes, moments=spec.optim not in _EIGHT_BIT)
         self._eight_bit: dict[MatrixKey, Adam8bitState] = {}
         for key, shape in shapes.items():
             if key.side == "A":

@@ -1,7 +1,6 @@
 """The adapter arena: every adapter's A and B matrices, gradients and moments in flat fp32 memory.
 
-One flat tensor a purpose (`params`, `grads`, `exp_avg`, `exp_avg_sq`), one contiguous slot an adapter,
-one offset a matrix. Ranks differ freely: nothing is padded to a common rank. Offsets are multiples of
+One flat tensor a purpose, one contiguous slot an adapter, one offset a matrix. Ranks differ freely: nothing is padded to a common rank. Offsets are multiples of
 64 bytes, so that a matrix has the same alignment in any slot and its bits cannot tell where it lies.
 The arena grows by reallocation; views are therefore asked for, never kept over an allocation.
 """
@@ -17,7 +16,6 @@ from gshare.agent.base.config import ModelConfig
 from gshare.agent.jobs.spec import AdapterSpec
 
 ALIGN = 16  # fp32 elements: 64 bytes, a cache line and the widest vector
-PURPOSES = ("params", "grads", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -59,38 +57,25 @@ class Slot:
     start: int
     length: int
     offsets: dict[MatrixKey, int]
-    shapes: dict[MatrixKey, tuple[int, int]]
 
 
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGN) * ALIGN
 
 
-class Arena:
-    """Flat storage for all adapters of a trainer, on one device."""
+class _Region:
+    """Flat tensors that share one layout of slots: first gap that is long enough, else they grow."""
 
-    def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
-        self.device = device
-        self.compute_dtype = compute_dtype
-        self._flat = {purpose: torch.zeros(0, device=device) for purpose in PURPOSES}
-        # What the kernels multiply with: the fp32 masters themselves, or their copy in compute dtype.
-        self._compute = torch.zeros(0, device=device, dtype=compute_dtype)
-        self._slots: dict[str, Slot] = {}
+    def __init__(self, device: torch.device, purposes: dict[str, torch.dtype]) -> None:
+        self.flat = {name: torch.zeros(0, device=device, dtype=dtype) for name, dtype in purposes.items()}
+        self.slots: dict[str, Slot] = {}
 
     @property
     def capacity(self) -> int:
-        """Elements of one purpose."""
-        return self._flat["params"].numel()
+        return next(iter(self.flat.values())).numel()
 
-    def names(self) -> list[str]:
-        return list(self._slots)
-
-    def slot(self, name: str) -> Slot:
-        return self._slots[name]
-
-    def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]]) -> Slot:
-        """A zeroed slot: the first gap that is long enough, else the arena grows."""
-        assert name not in self._slots
+    def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]]) -> None:
+        assert name not in self.slots
         length = sum(_aligned(math.prod(shape)) for shape in shapes.values())
         start = self._first_gap(length)
         if start + length > self.capacity:
@@ -99,67 +84,100 @@ class Arena:
         for key, shape in shapes.items():
             offsets[key] = at
             at += _aligned(math.prod(shape))
-        slot = self._slots[name] = Slot(start, length, offsets, dict(shapes))
-        for flat in self._flat.values():
+        self.slots[name] = Slot(start, length, offsets)
+        for flat in self.flat.values():
             flat[start : start + length].zero_()
-        return slot
 
-    def free(self, name: str) -> None:
-        del self._slots[name]
+    def rows(self, name: str) -> slice:
+        slot = self.slots[name]
+        return slice(slot.start, slot.start + slot.length)
 
-    def view(self, purpose: str, name: str, key: MatrixKey) -> torch.Tensor:
-        """The matrix `key` of adapter `name`; valid until the next `allocate`."""
-        return self._view(self._flat[purpose], self._slots[name], key)
-
-    def compute_view(self, name: str, key: MatrixKey) -> torch.Tensor:
-        """The matrix in compute dtype, as of the last `publish`."""
-        flat = self._flat["params"] if self._shares_params() else self._compute
-        return self._view(flat, self._slots[name], key)
-
-    def publish(self, name: str) -> None:
-        """Round the adapter's fp32 masters into the compute copy (nothing to do when they are one)."""
-        if not self._shares_params():
-            slot = self._slots[name]
-            rows = slice(slot.start, slot.start + slot.length)
-            self._compute[rows] = self._flat["params"][rows].to(self.compute_dtype)
-
-    def zero_grads(self, name: str) -> None:
-        slot = self._slots[name]
-        self._flat["grads"][slot.start : slot.start + slot.length].zero_()
-
-    def matrices(self, name: str) -> Iterator[tuple[MatrixKey, tuple[int, int]]]:
-        yield from self._slots[name].shapes.items()
+    def view(self, purpose: str, name: str, key: MatrixKey, shape: tuple[int, int]) -> torch.Tensor:
+        offset = self.slots[name].offsets[key]
+        return self.flat[purpose][offset : offset + math.prod(shape)].view(shape)
 
     def nbytes(self) -> int:
-        total = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-        return total + (0 if self._shares_params() else self._compute.numel() * self._compute.element_size())
-
-    # ------------------------------------------------------------------
-
-    def _shares_params(self) -> bool:
-        return self.compute_dtype == torch.float32
-
-    @staticmethod
-    def _view(flat: torch.Tensor, slot: Slot, key: MatrixKey) -> torch.Tensor:
-        shape = slot.shapes[key]
-        offset = slot.offsets[key]
-        return flat[offset : offset + math.prod(shape)].view(shape)
+        return sum(flat.numel() * flat.element_size() for flat in self.flat.values())
 
     def _first_gap(self, length: int) -> int:
         at = 0
-        for slot in sorted(self._slots.values(), key=lambda s: s.start):
+        for slot in sorted(self.slots.values(), key=lambda s: s.start):
             if slot.start - at >= length:
                 return at
             at = slot.start + slot.length
         return at
 
     def _grow(self, needed: int) -> None:
-        for purpose, flat in self._flat.items():
-            grown = torch.zeros(needed, device=self.device)
+        for purpose, flat in self.flat.items():
+            grown = torch.zeros(needed, device=flat.device, dtype=flat.dtype)
             grown[: flat.numel()] = flat
-            self._flat[purpose] = grown
-        if self._shares_params():
-            return
-        grown = torch.zeros(needed, device=self.device, dtype=self.compute_dtype)
-        grown[: self._compute.numel()] = self._compute
-        self._compute = grown
+            self.flat[purpose] = grown
+
+
+class Arena:
+    """Flat storage for all adapters of a trainer, on one device.
+
+    Two regions, since not every optimizer keeps fp32 moments: weights (`params`, `grads`, and `compute`
+    when the compute dtype is not fp32) and moments (`exp_avg`, `exp_avg_sq`).
+    """
+
+    def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
+        self.device = device
+        self.compute_dtype = compute_dtype
+        purposes = {"params": torch.float32, "grads": torch.float32}
+        if compute_dtype != torch.float32:
+            # What the kernels multiply with; in fp32 that is the masters themselves.
+            purposes["compute"] = compute_dtype
+        self._weights = _Region(device, purposes)
+        self._moments = _Region(device, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+        self._shapes: dict[str, dict[MatrixKey, tuple[int, int]]] = {}
+
+    def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]], *, moments: bool = True) -> None:
+        """A zeroed slot for adapter `name`; without `moments` only weights and gradients."""
+        self._weights.allocate(name, shapes)
+        if moments:
+            self._moments.allocate(name, shapes)
+        self._shapes[name] = dict(shapes)
+
+    def free(self, name: str) -> None:
+        """Give the adapter's slots back; freeing twice is harmless."""
+        self._shapes.pop(name, None)
+        self._weights.slots.pop(name, None)
+        self._moments.slots.pop(name, None)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def slot(self, name: str) -> Slot:
+        """Where the adapter's weights lie."""
+        return self._weights.slots[name]
+
+    def has(self, name: str, key: MatrixKey) -> bool:
+        return key in self._shapes[name]
+
+    def matrices(self, name: str) -> Iterator[tuple[MatrixKey, tuple[int, int]]]:
+        """Keys and shapes in contract order."""
+        yield from self._shapes[name].items()
+
+    def view(self, purpose: str, name: str, key: MatrixKey) -> torch.Tensor:
+        """The matrix `key` of adapter `name`; valid until the next `allocate`."""
+        region = self._moments if purpose in self._moments.flat else self._weights
+        return region.view(purpose, name, key, self._shapes[name][key])
+
+    def compute_view(self, name: str, key: MatrixKey) -> torch.Tensor:
+        """The matrix in compute dtype, as of the last `publish`."""
+        purpose = "compute" if "compute" in self._weights.flat else "params"
+        return self._weights.view(purpose, name, key, self._shapes[name][key])
+
+    def publish(self, name: str) -> None:
+        """Round the adapter's fp32 masters into the compute copy (nothing to do when they are one)."""
+        flat = self._weights.flat
+        if "compute" in flat:
+            rows = self._weights.rows(name)
+            flat["compute"][rows] = flat["params"][rows].to(self.compute_dtype)
+
+    def zero_grads(self, name: str) -> None:
+        self._weights.flat["grads"][self._weights.rows(name)].zero_()
+
+    def nbytes(self) -> int:
+        return self._weights.nbytes() + self._moments.nbytes()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gshare.agent.base.device import pick_device
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
@@ -188,9 +189,7 @@ def audit(
     on_progress: Callable[[str, Event], None] = lambda arm, event: None,
 ) -> AuditReport:
     """All jobs packed (joining as `joins` says), then each alone, over one loaded base."""
-    import torch
-
-    base = load_base(model_dir, base_dtype=run.base_dtype, device=torch.device(device))
+    base = load_base(model_dir, base_dtype=run.base_dtype, device=pick_device(device))
 
     def arm(
         label: str, chosen: Sequence[JobRequest], joins: Mapping[str, int]

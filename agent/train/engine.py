@@ -97,7 +97,7 @@ class PassLora:
     ) -> LoraSlot | None:
         adapter = part.adapter
         a, b = MatrixKey(layer, linear, "A"), MatrixKey(layer, linear, "B")
-        if a not in adapter.arena.slot(adapter.name).shapes:
+        if not adapter.arena.has(adapter.name, a):
             return None
         dropping = self._training and adapter.spec.lora_dropout > 0
         return LoraSlot(

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.generate import LoadedLora
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.files import publish_dir
+from gshare.kernels import int8, nf4
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -119,3 +122,43 @@ def merge(
         raise UsageError(f"{model_dir} has no tensor {missing[0]}; the adapter is for another model")
     publish_dir(temporary, out)
     return len(merged)
+
+
+def trained_dtype(adapter_dir: Path) -> str | None:
+    """The base_dtype that the run beside (or above) an adapter recorded; None without a run.json."""
+    for directory in (adapter_dir, adapter_dir.parent):
+        try:
+            record = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        dtype = record.get("base_dtype") if isinstance(record, dict) else None
+        if dtype in ("nf4", "int8", "bf16", "fp32"):
+            return dtype
+    return None
+
+
+def check_fits(lora: LoadedLora, config: ModelConfig, adapter_dir: Path) -> None:
+    """UsageError when a matrix has not the shape of the model's linear, or names a layer it has not."""
+    for (layer, linear), (a, b) in lora.matrices.items():
+        known = layer < config.num_layers and linear in LINEARS
+        if not known or (b.shape[0], a.shape[1]) != config.linear_shape(linear):
+            raise UsageError(
+                f"{adapter_dir} is for another model: layer {layer} {linear} is {(b.shape[0], a.shape[1])}"
+                + (
+                    f", the model's is {config.linear_shape(linear)}"
+                    if known
+                    else "; the model has no such linear"
+                )
+            )
+
+
+def dequantiser(base_dtype: str) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Round-trips a linear's weight through nf4 or int8, as loading the base with that dtype does."""
+
+    def convert(name: str, weight: torch.Tensor) -> torch.Tensor:
+        del name
+        if base_dtype == "nf4":
+            return nf4.dequantise(nf4.quantise(weight), torch.float32)
+        return int8.dequantise(int8.quantise(weight), torch.float32)
+
+    return convert

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
+from gshare.agent.base.device import pick_device
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
@@ -67,7 +67,7 @@ class Runner:
         base: Base | None = None,
     ) -> None:
         """`backend` and `base` are for callers that compare several runs over one loaded base (audit)."""
-        where = torch.device(device)
+        where = pick_device(device)
         backend = backend or pick_backend(where)
         base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
         self.model_dir = model_dir
@@ -186,7 +186,8 @@ class Runner:
             self._say("warning", f"out of memory: going on with {self.rounds.max_tokens} tokens a pass")
         seconds = time.monotonic() - started
         for job, outcome in zip(jobs, outcomes, strict=True):
-            self._commit(job, outcome, seconds)
+            if job.state == "running":  # a failed save, learnt of while another job ended, may have ended it
+                self._commit(job, outcome, seconds)
         self._evaluate([job for job in jobs if job.state == "running" and job.due(job.spec.eval_steps)])
         for job in jobs:
             if job.state == "running":

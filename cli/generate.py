@@ -1,0 +1,130 @@
+"""`gshare generate`: ask the base, or an adapter of it, one question."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.spec import BaseDtype
+
+
+def generate(
+    prompt: str,
+    *,
+    model: str,
+    adapter: Path | None = None,
+    system: str | None = None,
+    raw: Annotated[bool, Parameter(negative=())] = False,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    base_dtype: BaseDtype | None = None,
+    device: str = "auto",
+    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Answer PROMPT; greedy unless --temperature is given. The answer goes to stdout as it comes.
+
+    Parameters
+    ----------
+    prompt
+        The user's message, or with --raw the text to continue. `-` reads it from stdin.
+    model
+        The base: directory, hub id or .gguf file.
+    adapter
+        An adapter's directory: a job's output_dir, or its best/.
+    system
+        A system message before the prompt.
+    raw
+        Continue the text as it is, without the chat template.
+    max_new_tokens
+        Stop after this many tokens.
+    temperature
+        0 is greedy.
+    seed
+        Of the sampling.
+    base_dtype
+        How the base is held; by default what the adapter was trained on, else bf16.
+    device
+        auto, cpu, cuda or cuda:N.
+    json_output
+        One JSON object with prompt, answer and token count instead of the bare text.
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise UsageError(f"--temperature {temperature}: must be 0 or more")
+    from gshare.agent.service.environment import trainer_environment
+
+    os.environ.update(trainer_environment())
+    from gshare.agent.base.decoder import Decoder
+    from gshare.agent.base.device import pick_device
+    from gshare.agent.base.generate import generate_tokens
+    from gshare.agent.base.load import load_base
+    from gshare.agent.base.resolve import resolve_model
+    from gshare.agent.data.build import load_tokenizer
+    from gshare.agent.train.peft_files import check_fits, load_lora, trained_dtype
+    from gshare.cli.paths import cache_dir
+    from gshare.kernels.backend import pick_backend
+
+    dtype = base_dtype or (trained_dtype(adapter) if adapter is not None else None) or "bf16"
+    resolved = resolve_model(model, cache_dir=cache_dir(), base_dtype=dtype)
+    where = pick_device(device)
+    tokenizer = load_tokenizer(resolved.path)
+    tokens = _encode(tokenizer, prompt, system=system, raw=raw)
+    base = load_base(resolved.path, base_dtype=dtype, device=where)
+    if len(tokens) >= base.config.max_position_embeddings:
+        raise UsageError(
+            f"the prompt has {len(tokens)} tokens; the model has {base.config.max_position_embeddings} positions"
+        )
+    lora = None
+    if adapter is not None:
+        lora = load_lora(adapter, where, base.compute_dtype)
+        check_fits(lora, base.config, adapter)
+    stop = {*base.config.eos_token_ids}
+    if tokenizer.eos_token_id is not None:
+        stop.add(int(tokenizer.eos_token_id))
+    answer: list[int] = []
+    shown = ""
+    for token in generate_tokens(
+        Decoder(base, pick_backend(where)),
+        tokens,
+        lora=lora,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=frozenset(stop),
+    ):
+        if token in stop:
+            break
+        answer.append(token)
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        # A character may span tokens: half of one decodes to U+FFFD, and is held back.
+        if not json_output and not text.endswith("�"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    if json_output:
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(answer)}, ensure_ascii=False))
+    else:
+        print()
+
+
+def _encode(tokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:  # noqa: ANN001
+    """Token ids of the prompt, through the chat template when there is one."""
+    if raw or not tokenizer.chat_template:
+        if system is not None:
+            raise UsageError("--system needs a chat template; this model has none (or --raw was given)")
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
