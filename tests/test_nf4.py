@@ -78,7 +78,7 @@ def test_quantise_has_bitsandbytes_codes_and_scales(shape: tuple[int, int], dtyp
 
 
 def test_double_quantisation_goes_to_the_nearest_code() -> None:
-    """Codes, and the same scales as bitsandbytes up to midpoints that its CPU library rounds the wrong way."""
+    """Scales as in bitsandbytes but for midpoints, which its CPU library rounds the wrong way."""
     w = weight((576, 1536))
     _, state = bitsandbytes_state(w, double=True)
     q = nf4.quantise(w, double=True)
@@ -137,3 +137,22 @@ def test_a_wrong_buffer_is_refused() -> None:
         nf4.dequantise(q, torch.float32, torch.empty(64, 32))
     with pytest.raises(AssertionError):
         nf4.dequantise(q, torch.float32, torch.empty(64, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 176), (1024, 4096)])
+def test_cuda_has_the_bits_of_the_cpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Quantised there, unpacked by the reference there and by bitsandbytes' kernel: one result."""
+    w = weight(shape)
+    here, there = nf4.quantise(w), nf4.quantise(w.cuda())
+    for one, two in zip(here[1:], there[1:], strict=True):
+        assert isinstance(one, torch.Tensor)
+        assert isinstance(two, torch.Tensor)
+        assert torch.equal(one, two.cpu())
+    dense = nf4.dequantise(here, dtype)
+    assert torch.equal(nf4.dequantise(there, dtype).cpu(), dense)
+    out = torch.empty(shape, dtype=dtype, device="cuda")
+    scales = nf4.block_scales(there)
+    torch.ops.bitsandbytes.dequantize_4bit.out(there.codes, scales, nf4.BLOCK, "nf4", shape, dtype, out=out)
+    assert torch.equal(out.cpu(), dense)
