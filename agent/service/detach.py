@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 import msgspec
 from gshare.agent.errors import GshareError
-from gshare.agent.jobs.events import Evaluated, Event, JobChanged, TrainerMessage
+from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.describe import describe
 from gshare.agent.service.registry import TrainerConfig, log_path
 from gshare.agent.service.sinks import Sinks
 from gshare.agent.service.supervise import StopRequest, Supervisor
@@ -74,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def on_event(event: Event) -> None:
         sinks.take(event)
-        line = describe(event)
-        if line:
-            print(time.strftime("%H:%M:%S"), line, flush=True)
+        if not isinstance(event, Stepped):  # those are in metrics.jsonl
+            print(time.strftime("%H:%M:%S"), describe(event), flush=True)
 
     def on_connected() -> None:
         if ready:  # once: a later trainer is a new one after a crash
@@ -98,20 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     finally:
         sinks.close()
-
-
-def describe(event: Event) -> str:
-    """The event as one line for a log; empty for those that come with every step."""
-    if isinstance(event, JobChanged):
-        line = f"{event.job}: {event.state} at step {event.step} of {event.total_steps}"
-        return f"{line}: {event.reason}" if event.reason else line
-    if isinstance(event, Evaluated):
-        return (
-            f"{event.job}: step {event.step}, val loss {event.val_loss:.4f}{' (best)' if event.best else ''}"
-        )
-    if isinstance(event, TrainerMessage):
-        return f"{event.job}: {event.text}" if event.job else event.text
-    return ""
 
 
 if __name__ == "__main__":

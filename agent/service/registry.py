@@ -33,6 +33,9 @@ from gshare.agent.service.protocol import JobStatus
 FINISHED_KEPT = 200  # records of ended jobs; the file holds at most twice as many
 LOGS_KEPT = 20
 
+#: The engine. By name, so that nothing on this side of it imports torch.
+RUNNER = "gshare.agent.train.runner:Runner"
+
 LOCK = "lock"
 SUPERVISOR = "supervisor"
 
@@ -49,7 +52,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_tokens_per_pass: int = 16384
     max_adapters_per_pass: int = 0
     device: str = "auto"
-    runner: str = "gshare.agent.train.runner:Runner"  # "module:class"; only tests name another
+    runner: str = RUNNER  # "module:class"; only tests name another
     first_client_seconds: float = 60.0  # exits when nobody has connected for so long
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
 

@@ -1,0 +1,248 @@
+"""`gshare jobs [list|attach|stop|pause|resume NAME]`: the jobs of all trainers of this user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, GshareError, Stopped, UsageError
+from gshare.agent.jobs.events import ENDED
+from gshare.agent.jobs.names import nearest
+from gshare.agent.service.client import TrainerClient, TrainerGone
+from gshare.agent.service.journal import strict_json
+from gshare.agent.service.protocol import Done, JobStatus, PauseJobs, ResumeJobs, StopJobs
+from gshare.agent.service.registry import collect_dead, finished_jobs, live_trainers
+from gshare.cli.board import columns, number
+from gshare.cli.live import View, make_view
+
+app = App(name="jobs", help="List, follow, stop, pause and resume running jobs.")
+
+#: Ended jobs that `list` shows, the newest ones.
+ENDED_SHOWN = 20
+#: A trainer answers `list` at once, even in the middle of a round.
+ANSWER_SECONDS = 5.0
+#: A command is applied between two rounds, and a stop writes a checkpoint.
+COMMAND_SECONDS = 600.0
+#: How long `attach` looks for a job whose trainer has died: a new one loads the base first.
+RESTART_SECONDS = 300.0
+CLIENT = "gshare jobs"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A job and where it is: `trainer` is None when it has ended with its trainer."""
+
+    status: JobStatus
+    trainer: Path | None
+    ended: float = 0.0
+
+
+@app.default
+@app.command(name="list")
+def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+    """List running jobs, and the last ones that ended.
+
+    Parameters
+    ----------
+    json_lines
+        One JSON line a job.
+    """
+    found = _find_all()
+    if json_lines:
+        for job in found:
+            trainer = job.trainer.name if job.trainer else None
+            fields = {**msgspec.to_builtins(job.status), "trainer": trainer}
+            print(json.dumps(strict_json(fields), allow_nan=False))
+        return EXIT_OK
+    if not found:
+        print("no jobs", file=sys.stderr)
+        return EXIT_OK
+    lines = [("job", "state", "step", "loss", "val loss", "trainer", "output", "")]
+    for job in found:
+        status = job.status
+        lines.append(
+            (
+                status.job,
+                status.state,
+                f"{status.step}/{status.total_steps}",
+                number(status.loss),
+                number(status.val_loss),
+                job.trainer.name if job.trainer else "-",
+                status.output_dir,
+                status.reason,
+            )
+        )
+    print("\n".join(columns(lines)))
+    return EXIT_OK
+
+
+@app.command
+def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+    """Follow a job until it ends. Ctrl-C leaves it running.
+
+    Parameters
+    ----------
+    name
+        The job, as `gshare jobs` lists it.
+    json_lines
+        One JSON line an event on stdout.
+    """
+    found = _find(name, running=False)
+    started = time.time()
+    view = make_view([(name, found.status.output_dir)], json_lines=json_lines)
+    try:
+        with view:
+            while found.trainer is not None:
+                if _follow(found.trainer, name, view):
+                    break
+                view.say(f"{name}: its trainer is gone; waiting for it to be resumed")
+                found = _find_again(name, started)
+    except KeyboardInterrupt:
+        raise Stopped(f"left {name} running", EXIT_SIGINT) from None
+    row = view.board.rows[name]
+    if row.state not in ENDED:
+        status = found.status  # ended out of our sight
+        row.state, row.step, row.total_steps, row.reason = (
+            *(status.state, status.step, status.total_steps, status.reason),
+        )
+        row.loss, row.val_loss, row.best_val_loss = status.loss, status.val_loss, status.best_val_loss
+    view.finish()
+    if row.reason:
+        view.say(f"{name}: {row.state}: {row.reason}")
+    if row.state == "completed":
+        return EXIT_OK
+    return EXIT_SIGINT if row.state == "stopped" else EXIT_FAILURE
+
+
+@app.command
+def stop(*names: str) -> int:
+    """Checkpoint jobs and stop them; `gshare finetune --resume` goes on with them.
+
+    Parameters
+    ----------
+    names
+        The jobs, as `gshare jobs` lists them.
+    """
+    return _command(names, StopJobs, "stopped")
+
+
+@app.command
+def pause(*names: str) -> int:
+    """Let jobs rest, in memory, until they are resumed.
+
+    Parameters
+    ----------
+    names
+        The jobs, as `gshare jobs` lists them.
+    """
+    return _command(names, PauseJobs, "paused")
+
+
+@app.command
+def resume(*names: str) -> int:
+    """Let paused jobs run again.
+
+    Parameters
+    ----------
+    names
+        The jobs, as `gshare jobs` lists them.
+    """
+    return _command(names, ResumeJobs, "resumed")
+
+
+def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJobs], done: str) -> int:
+    if not names:
+        raise UsageError("name at least one job (`gshare jobs` lists them)")
+    found = [_find(name, running=True) for name in names]  # all of them, before anything is done
+    for job in found:
+        assert job.trainer is not None
+        name = job.status.job
+        with _connected(job.trainer) as client:
+            reply = client.ask(make, jobs=[name], timeout=COMMAND_SECONDS)
+        assert isinstance(reply, Done), reply
+        if name in reply.failed:
+            raise GshareError(reply.failed[name])
+        print(f"{name}: {done}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _follow(trainer: Path, name: str, view: View) -> bool:
+    """Shows the job's events until it ends: True; False when the trainer is gone first."""
+    try:
+        with _connected(trainer) as client:
+            client.follow([name])
+            while view.board.rows[name].state not in ENDED:
+                for event in client.poll(0.1):
+                    view.take(event)
+                view.tick()
+    except TrainerGone:
+        return False
+    return True
+
+
+def _find_again(name: str, since: float) -> Found:
+    """Where the job is resumed, or how it ended."""
+    deadline = time.monotonic() + RESTART_SECONDS
+    while time.monotonic() < deadline:
+        for job in _find_all():
+            if job.status.job == name and (job.trainer is not None or job.ended >= since):
+                return job
+        time.sleep(0.5)
+    raise GshareError(f"job {name}: its trainer died and nobody has resumed it; continue it with --resume")
+
+
+@contextlib.contextmanager
+def _connected(trainer: Path) -> Iterator[TrainerClient]:
+    client = TrainerClient(trainer, CLIENT, timeout=ANSWER_SECONDS)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _find(name: str, *, running: bool) -> Found:
+    """The job of this name that runs, else the last that ended. UsageError with the nearest name."""
+    everything = _find_all()
+    matches = [job for job in everything if job.status.job == name]
+    active = [job for job in matches if job.status.state not in ENDED]
+    if len(active) > 1:
+        places = ", ".join(job.status.output_dir for job in active)
+        raise UsageError(
+            f"job {name}: {len(active)} jobs of this name are running, in {places}; stop one of them "
+            "from where it was started"
+        )
+    if active:
+        return active[0]
+    if matches and not running:
+        return matches[0]
+    if matches:
+        raise UsageError(f"job {name} has ended: {matches[0].status.state}")
+    known = sorted({job.status.job for job in everything})
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"known: {', '.join(known[:20]) or 'none'}"
+    raise UsageError(f"no job named {name}; {hint}")
+
+
+def _find_all() -> list[Found]:
+    """Jobs of live trainers, then ended ones, newest first."""
+    collect_dead()
+    here: list[Found] = []
+    for trainer in live_trainers():
+        try:
+            with _connected(trainer) as client:
+                here += [Found(status, trainer) for status in client.jobs()]
+        except TrainerGone:
+            continue  # it ended just now
+        except GshareError as error:
+            print(f"trainer {trainer.name} does not answer: {error}", file=sys.stderr)
+    known = {job.status.job for job in here}
+    ended = [Found(job.status, None, job.ended) for job in finished_jobs() if job.status.job not in known]
+    return here + ended[:ENDED_SHOWN]
