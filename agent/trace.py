@@ -124,6 +124,11 @@ class Tracer:
             self.dropped += 1
         self._events.append(event)
 
+    def clear(self) -> None:
+        """Forget what was collected: after a warm-up."""
+        self._events.clear()
+        self.dropped = 0
+
     @property
     def events(self) -> list[Event]:
         """What is kept, in the order it ended."""

@@ -107,7 +107,7 @@ class Ledger:
             readings = self._read_devices(wanted.devices)
             with locked(self.directory, self.tracer) as store:
                 at = now()
-                view = self._view(store, at, readings)
+                view = self.view(store, at, readings)
                 uuid, decision = self._decide(view, wanted, place, readings)
                 if isinstance(decision, Never):
                     raise UsageError(decision.reason) if decision.usage else GshareError(decision.reason)
@@ -134,14 +134,14 @@ class Ledger:
         """Rewrite the holder's row as `change` makes it, and keep the result in `grant`.
 
         With `ask_mb` > 0 the change is admitted like a request for so much more. When that does not fit now,
-        nothing changes and RetryLater is raised; GshareError when it never can. A row or proof of life that somebody removed
-        is put back.
+        nothing changes and RetryLater is raised; GshareError when it never can. A row or proof of life that
+        somebody removed is put back.
         """
         with self.tracer.span("LedgerReserve", budget_mb=ask_mb, task=grant.row.task):
             readings = self._read_devices((grant.device,)) if ask_mb else {}
             with locked(self.directory, self.tracer) as store:
                 if ask_mb:
-                    view = self._view(store, now(), readings)
+                    view = self.view(store, now(), readings)
                     decision = decide(
                         view.claims, view.queue, self.state(grant.device, view, readings), Request(mb=ask_mb)
                     )
@@ -170,7 +170,7 @@ class Ledger:
         """Everything that stands in the ledger, cleaned, and a reading of every device."""
         readings = self._read_devices(self.source.devices())
         with locked(self.directory, self.tracer) as store:
-            return self._view(store, now(), readings), readings
+            return self.view(store, now(), readings), readings
 
     def find(self, view: View, prefix: str) -> Row:
         """The one row whose id begins with `prefix`. UsageError when there is none or more than one."""
@@ -183,7 +183,7 @@ class Ledger:
     def end_lease(self, prefix: str) -> Row:
         """Remove a `hold`. GshareError when a living process holds the row, or it is another user's."""
         with self.tracer.span("LedgerRelease"), locked(self.directory, self.tracer) as store:
-            row = self.find(self._view(store, now(), {}), prefix)
+            row = self.find(self.view(store, now(), {}), prefix)
             if row.lease_until_boot_s is None:
                 raise GshareError(
                     f"reservation {row.id} is held by process {row.pid} ({row.task}); it goes when that ends"
@@ -198,7 +198,7 @@ class Ledger:
         """Let a `hold` run `seconds` from now. Same errors as `end_lease`."""
         with self.tracer.span("LedgerReserve"), locked(self.directory, self.tracer) as store:
             at = now()
-            row = self.find(self._view(store, at, {}), prefix)
+            row = self.find(self.view(store, at, {}), prefix)
             if row.lease_until_boot_s is None:
                 raise GshareError(f"reservation {row.id} has no lease; its process {row.pid} holds it")
             row = msgspec.structs.replace(row, lease_until_boot_s=at.boot_s + seconds)
@@ -213,8 +213,8 @@ class Ledger:
         with self.tracer.span("VramQuery", devices=len(devices)), self.tracer.phase("vram_qry"):
             return {device.uuid: self.source.read(device) for device in devices}
 
-    def _view(self, store: Store, at: Now, readings: Mapping[str, DeviceReading]) -> View:
-        """Read and clean. A device that was not asked about is read only for a dead row on it."""
+    def view(self, store: Store, at: Now, readings: Mapping[str, DeviceReading]) -> View:
+        """Read and clean under the lock. A device not asked about is read only for a dead row on it."""
 
         def reading(uuid: str) -> DeviceReading | None:
             if uuid in readings:

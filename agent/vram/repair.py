@@ -10,7 +10,6 @@ from gshare.agent.vram.clock import now, start_ticks
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.rows import BadRow, Damaged, decode_row
 from gshare.agent.vram.store import Store, Unreadable, locked
-from gshare.agent.vram.view import read_view
 
 
 class Repaired(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +24,7 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 def repair(ledger: Ledger) -> list[Repaired]:
     """Look at every damaged row; also makes the ledger clean, as every operation does."""
     with ledger.tracer.span("LedgerCleanup"), locked(ledger.directory, ledger.tracer) as store:
-        with ledger.tracer.phase("ledger_rd"):
-            view = read_view(store, now(), lambda _uuid: None)
+        view = ledger.view(store, now(), {})
         with ledger.tracer.phase("ledger_wr"):
             return [_repair_one(store, damaged) for damaged in view.damaged]
 

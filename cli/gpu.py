@@ -1,0 +1,220 @@
+"""`gshare gpu`: who has reserved which device's memory, and any program under a reservation.
+
+    gshare gpu status [--json] [--watch]
+    gshare gpu run --vram 8 [--gpu UUID] [--strict] [--no-wait-gpu] [--timeout 1h] -- PROGRAM …
+    gshare gpu hold --vram 8 --for 2h [--pid PID]      gshare gpu hold --renew ID --for 2h
+    gshare gpu release ID
+    gshare gpu repair
+
+`--vram 8` is GiB; 8GiB and 8000MiB are understood too. GSHARE_DEVICES names a file of simulated devices.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from gshare.agent.vram.budget import parse_budget, parse_duration
+from gshare.agent.vram.clock import start_ticks
+from gshare.agent.vram.devices import Device
+from gshare.agent.vram.guard import candidates, reserve
+from gshare.agent.vram.identify import find_devices
+from gshare.agent.vram.ledger import Grant, Ledger, Queued, Wanted
+from gshare.agent.vram.owners import RESERVATION_VARIABLE
+from gshare.agent.vram.queue import wait_for
+from gshare.agent.vram.repair import repair as repair_ledger
+from gshare.agent.vram.status import status as read_status
+from gshare.agent.vram.watch import run_program
+from gshare.cli.gpu_view import render
+
+app = App(name="gpu", help="Who has reserved which GPU's memory; any program under a reservation.")
+
+#: `--watch` looks this often (seconds).
+WATCH_S = 1.0
+#: A task is one line in other users' status.
+MAX_TASK = 80
+
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+@app.command
+def status(*, json: Flag = False, watch: Flag = False) -> None:
+    """Devices, reservations and the queue.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object instead; with --watch one a line.
+    watch
+        Look again every second until interrupted.
+    """
+    ledger = Ledger()
+    while True:
+        now = read_status(ledger)
+        if json:
+            print(msgspec.json.encode(now).decode(), flush=True)
+        else:
+            render(now, clear=watch)
+        if not watch:
+            return
+        time.sleep(WATCH_S)
+
+
+@app.command
+def run(
+    *command: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    vram: str,
+    gpu: Annotated[str | None, Parameter(alias="--gpus")] = None,
+    strict: Flag = False,
+    wait_gpu: Annotated[bool, Parameter(negative="--no-wait-gpu")] = True,
+    timeout: str = "1h",
+    task: str | None = None,
+) -> int:
+    """Run a program under a reservation; CUDA_VISIBLE_DEVICES names its GPU by UUID.
+
+    The program is watched, not capped: a warning says when it uses more than was reserved.
+
+    Parameters
+    ----------
+    command
+        The program and its arguments, after `--`.
+    vram
+        Memory to reserve: 8 (GiB), 8GiB, 8000MiB.
+    gpu
+        The GPUs it may run on, by UUID, the beginning of one, or index; the emptiest is taken.
+    strict
+        Stop the program when it uses more than was reserved.
+    wait_gpu
+        Wait in the queue when it does not fit now; --no-wait-gpu exits with 75 instead.
+    timeout
+        How long to wait: 90 (seconds), 30m, 1h.
+    task
+        What other users see; the command by default.
+    """
+    if not command:
+        raise UsageError(
+            "gpu run: no program; write it after --, as in: gshare gpu run --vram 8 -- python train.py"
+        )
+    budget = parse_budget(vram)
+    seconds = parse_duration(timeout, what="--timeout") if wait_gpu else 0.0
+    ledger = Ledger()
+    with reserve(
+        budget,
+        task=_one_line(task if task is not None else shlex.join(command)),
+        devices=_devices(ledger, gpu),
+        timeout_s=seconds,
+        kind="run",
+        on_wait=_say_waiting,
+        on_warning=_say,
+        ledger=ledger,
+    ) as reservation:
+        return run_program(reservation, ledger.source, command, strict=strict, notify=_say)
+
+
+@app.command
+def hold(
+    *,
+    vram: str | None = None,
+    lease: Annotated[str, Parameter(name="--for")],
+    gpu: Annotated[str | None, Parameter(alias="--gpus")] = None,
+    pid: int | None = None,
+    renew: str | None = None,
+    wait_gpu: Annotated[bool, Parameter(negative="--no-wait-gpu")] = True,
+    timeout: str = "1h",
+    task: str = "hold",
+) -> None:
+    """Reserve memory for a while without a process of ours: for a notebook. Prints the reservation's id.
+
+    Parameters
+    ----------
+    vram
+        Memory to reserve: 8 (GiB), 8GiB, 8000MiB.
+    lease
+        How long: 90 (seconds), 30m, 2h.
+    gpu
+        The GPUs it may be on, by UUID, the beginning of one, or index.
+    pid
+        The notebook's process: its memory then counts as the hold's, not a second time.
+    renew
+        Let the hold of this id run so long from now instead of making one.
+    wait_gpu
+        Wait in the queue when it does not fit now; --no-wait-gpu exits with 75 instead.
+    timeout
+        How long to wait: 90 (seconds), 30m, 1h.
+    task
+        What other users see.
+    """
+    seconds = parse_duration(lease)
+    ledger = Ledger()
+    if renew is not None:
+        print(ledger.renew_lease(renew, seconds).id)
+        return
+    if vram is None:
+        raise UsageError("gpu hold: --vram is missing; write how much, as in --vram 8")
+    if pid is not None and start_ticks(pid) is None:
+        raise UsageError(f"--pid {pid}: there is no such process")
+    wanted = Wanted(
+        mb=parse_budget(vram),
+        devices=candidates(ledger, _devices(ledger, gpu)),
+        task=_one_line(task),
+        kind="hold",
+        pid=pid or 0,
+        lease_s=seconds,
+    )
+    patience = parse_duration(timeout, what="--timeout") if wait_gpu else 0.0
+    grant: Grant = wait_for(ledger, wanted, timeout_s=patience, on_wait=_say_waiting)
+    print(grant.row.id)
+    if pid is None:
+        _say(
+            f"start the program with {RESERVATION_VARIABLE}={grant.row.id} "
+            f"CUDA_VISIBLE_DEVICES={grant.device.cuda_name or ''}, or its memory counts a second time"
+        )
+
+
+@app.command
+def release(id: str) -> None:
+    """Give a hold back.
+
+    Parameters
+    ----------
+    id
+        The reservation's id, or the beginning of one.
+    """
+    row = Ledger().end_lease(id)
+    _say(f"released {row.id}: {row.budget_mb} MiB on {row.gpu_uuid}")
+
+
+@app.command
+def repair() -> int:
+    """Take damaged rows without a living holder out of the count; a copy of each is kept."""
+    found = repair_ledger(Ledger())
+    for item in found:
+        print(f"{item.name}: {item.reason}: {item.outcome}" + (f", kept as {item.kept}" if item.kept else ""))
+    if not found:
+        _say("nothing to repair")
+    return EXIT_OK if all(item.kept for item in found) else EXIT_FAILURE
+
+
+def _devices(ledger: Ledger, text: str | None) -> tuple[Device, ...] | None:
+    if text is None:
+        return None
+    return find_devices(text, ledger.source.devices(), note=ledger.source.note, what="--gpu")
+
+
+def _one_line(text: str) -> str:
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= MAX_TASK else line[: MAX_TASK - 1] + "…"
+
+
+def _say_waiting(queued: Queued) -> None:
+    decision = queued.decision
+    _say(f"waiting for {queued.gpu_uuid}, place {decision.position}: {decision.reason}")
+
+
+def _say(text: str) -> None:
+    print(f"gshare: {text}", file=sys.stderr, flush=True)
