@@ -41,7 +41,7 @@ def keep_scale(p: float) -> float:
     return 65536.0 / (65536 - threshold(p))
 
 
-def keep_mask(  # noqa: PLR0917  (the key, in the order of the contract)
+def keep_mask(
     seed: int, step: int, sample: int, layer: int, module: int, length: int, features: int, p: float
 ) -> Tensor:
     """The keep mask of one sequence at one LoRA input: (length, features), bool, on the CPU.
