@@ -242,7 +242,12 @@ def _supervise(
     try:
         with StopRequest().listening() as stop, view:
             supervisor = Supervisor(
-                config=config, requests=requests, on_event=on_event, on_tick=on_tick, stop=stop
+                config=config,
+                requests=requests,
+                on_event=on_event,
+                on_tick=on_tick,
+                on_connected=lambda: view.say(f"a trainer loads {config.model}"),
+                stop=stop,
             )
             code = supervisor.run()
     finally:

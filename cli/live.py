@@ -171,7 +171,7 @@ def _step_line(event: Stepped, board: Board) -> str:
 
 def live_table(board: Board) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("adapter", overflow="ellipsis", no_wrap=True)
+    table.add_column("adapter", overflow="fold", min_width=8)  # gives way before the numbers do
     table.add_column("state", no_wrap=True)
     for title in ("step", "loss", "val loss", "tok/s", "ETA"):
         table.add_column(title, justify="right", no_wrap=True)

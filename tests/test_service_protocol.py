@@ -27,7 +27,8 @@ FROZEN = {
 }
 FROZEN_EVENTS = {
     "job": "job state step total_steps reason",
-    "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds adapters_in_pass",
+    "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds "
+    "adapters_in_pass",
     "eval": "job step val_loss label_tokens best",
     "checkpoint": "job step path",
     "message": "level text job",

@@ -87,7 +87,7 @@ def test_an_oversized_frame_is_refused_on_both_sides_and_the_largest_passes() ->
         encode(too_large)
     raw = msgpack.packb(msgspec.to_builtins(too_large))
     assert raw is not None
-    with pytest.raises(WireError, match="larger than|not a MessagePack stream"):
+    with pytest.raises(WireError, match=r"larger than|not a MessagePack stream"):
         FrameReader().feed(raw)
 
 
@@ -96,9 +96,11 @@ def test_a_frame_that_trickles_in_pieces_is_bounded_too() -> None:
     piece = msgpack.packb(os.urandom(900))
     assert piece is not None
     reader = FrameReader(max_frame=10_000)
+    reader.feed(b"\x81\xa1a\xdc\xff\xff")
+    for _ in range(11):
+        assert reader.feed(piece) == []  # 903 bytes each: 9,939 so far
     with pytest.raises(WireError, match="larger than 10000 bytes"):
-        for part in [b"\x81\xa1a\xdc\xff\xff", *[piece] * 100]:
-            reader.feed(part)
+        reader.feed(piece)
     # The control: as many bytes in frames that end are no frame too large.
     reader = FrameReader(max_frame=10_000)
     assert sum(len(reader.feed(encode(EVENT))) for _ in range(1000)) == 1000

@@ -100,6 +100,7 @@ class TrainerClient:
 
     def follow(self, jobs: Sequence[str] = (), *, journal_id: str = "", after_seq: int = 0) -> bool:
         """Events from now on, after `after_seq` of `journal_id`. True when some are no longer kept."""
+        self.journal_id, self.seq = journal_id, after_seq
         reply = self.ask(Follow, journal_id=journal_id, after_seq=after_seq, jobs=list(jobs))
         assert isinstance(reply, Following), reply
         return reply.gap

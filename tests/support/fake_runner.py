@@ -1,6 +1,6 @@
 """An engine without torch that does what its jobs tell it to: for tests of the processes around the engine.
 
-A job's `data` is its script: "steps=20,sleep=0.01,kill_at=5,…":
+A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill_at=5,…":
     steps=N        optimizer steps (10)          sleep=S      seconds a round (0)
     save=N         checkpoint every N steps (3)  kill_at=K    SIGKILL itself in the round of step K
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
@@ -84,7 +84,8 @@ class FakeRunner:
 
     def admit(self, request: JobRequest) -> None:
         spec = request.spec
-        script = dict(part.split("=") for part in spec.data.split(",") if part)
+        text = Path(spec.data).read_text() if Path(spec.data).is_file() else spec.data
+        script = dict(part.split("=") for part in text.split(",") if part)
         self._on_pass([(spec.name, 0)])
         if "refuse" in script:
             self._on_pass(())

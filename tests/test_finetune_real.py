@@ -1,0 +1,80 @@
+"""`gshare finetune` with the real engine, from data file to adapter, its trainer killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gshare.agent.data.build import build_token_store
+from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec_file import run_spec_from_flags
+from gshare.agent.service import registry
+from gshare.agent.service.client import TrainerClient
+from gshare.agent.train.runner import Runner
+
+OPTIONS = {"r": 4, "max_steps": 40, "save_steps": 5, "max_length": 32, "eval_steps": 10}
+
+
+def train_alone(model: Path, name: str) -> bytes:
+    """The adapter of a job that had a trainer for itself, with nothing between it and the engine."""
+    run = run_spec_from_flags(model=str(model), adapters=[f"{name}.jsonl:alone/{name}"], options=OPTIONS)
+    (spec,) = run.adapters
+    store = build_token_store(Path(spec.data), model, cache_dir=Path("tokens"), max_length=spec.max_length)
+    runner = Runner(
+        model_dir=model,
+        base_dtype="fp32",
+        schedule="synchronized",
+        max_tokens_per_pass=16384,
+        max_adapters_per_pass=0,
+        device="cpu",
+        on_event=lambda event: None,
+        on_pass=lambda in_flight: None,
+    )
+    runner.admit(JobRequest(spec=spec, train_store=str(store.path), train_hash=store.hash))
+    while runner.run_round():
+        pass
+    runner.close()
+    return Path(spec.output_dir, "adapter_model.safetensors").read_bytes()
+
+
+def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        (tmp_path / variable).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = [text for key, value in OPTIONS.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "gshare.cli.main", "finetune", "--model", str(tiny_checkpoint)),
+            *("--base-dtype", "fp32", "--device", "cpu", *flags),
+            *("--adapter", "a.jsonl:out/a", "--adapter", "b.jsonl:out/b"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not Path("out/a/checkpoint-5").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (trainer,) = registry.live_trainers()
+    os.kill(TrainerClient(trainer, "test").hello.pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "the trainer died (killed by SIGKILL)" in err
+    assert out.count("40/40  completed") == 2
+    fused = {name: Path(f"out/{name}/adapter_model.safetensors").read_bytes() for name in ("a", "b")}
+    assert fused["a"] == train_alone(tiny_checkpoint, "a")
+    assert fused["a"] != fused["b"]

@@ -1,0 +1,257 @@
+"""The files around a trainer: journal, breadcrumb, registry, output directories, environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.events import Evaluated, JobChanged
+from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.service import registry
+from gshare.agent.service.breadcrumb import _SLOT, FILE_NAME, Breadcrumb, read_breadcrumb
+from gshare.agent.service.environment import _has_avx512, trainer_environment
+from gshare.agent.service.journal import Journal, read_journal
+from gshare.agent.service.output_dir import LOCK_FILE, OutputClaim, RunRecord, check_output_dir
+from gshare.agent.service.protocol import JobStatus
+
+
+def change(step: int) -> JobChanged:
+    return JobChanged(job="a", state="running", step=step, total_steps=9)
+
+
+# ---------------------------------------------------------------------- journal
+
+
+def test_the_journal_is_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", "id", keep=10)
+    for step in range(1, 1001):
+        assert journal.append(change(step)) == step
+        assert len((tmp_path / "j").read_bytes().splitlines()) <= 20
+    assert (journal.first_seq, journal.last_seq) == (991, 1000)
+    assert journal.after(0) == (991, change(991))  # those before are gone
+    assert journal.after(995) == (996, change(996))
+    assert journal.after(1000) is None
+    assert read_journal(tmp_path / "j", after_seq=998) == [change(999), change(1000)]
+
+
+def test_a_torn_journal_is_read_up_to_the_tear_and_nan_comes_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", "id")
+    journal.append(Evaluated(job="a", step=1, val_loss=math.nan, label_tokens=1, best=False))
+    journal.append(change(2))
+    text = (tmp_path / "j").read_text()
+    assert "NaN" not in text
+    (tmp_path / "j").write_text(text[:-10] + "\nnot json\n[]\n{}\n")
+    (event,) = read_journal(tmp_path / "j")
+    assert isinstance(event, Evaluated)
+    assert math.isnan(event.val_loss)
+    assert read_journal(tmp_path / "none") == []
+
+
+# ---------------------------------------------------------------------- breadcrumb
+
+
+def test_a_torn_breadcrumb_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    assert read_breadcrumb(tmp_path) == []
+    crumb = Breadcrumb(tmp_path)
+    assert read_breadcrumb(tmp_path) == []
+    for step in range(5):
+        crumb.write([("a" * 64, step), ("ü", step)])
+        assert read_breadcrumb(tmp_path) == [("a" * 64, step), ("ü", step)]
+    crumb.write([("b", 7)] * 1000)
+    path = tmp_path / FILE_NAME
+    data = bytearray(path.read_bytes())
+    data[6 % 2 * _SLOT + 4000] ^= 1  # the sixth write went to slot 0
+    path.write_bytes(data)
+    assert read_breadcrumb(tmp_path) == [("a" * 64, 4), ("ü", 4)]
+    crumb.write(())
+    assert read_breadcrumb(tmp_path) == []
+
+
+def test_a_breadcrumb_outlives_kill_9(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from gshare.agent.service.breadcrumb import Breadcrumb
+crumb = Breadcrumb(Path(sys.argv[1]))
+crumb.write([("a", 1)]); crumb.write([("a", 2)])
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    assert read_breadcrumb(tmp_path) == [("a", 2)]
+
+
+# ---------------------------------------------------------------------- registry
+
+
+def test_a_runtime_directory_that_is_not_ours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "gshare").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GshareError, match="must be a directory, not a link"):
+        registry.runtime_dir()
+    (tmp_path / "gshare").unlink()
+    (tmp_path / "gshare").mkdir(mode=0o777)
+    assert registry.runtime_dir().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(GshareError, match="belongs to user id"):
+        registry.runtime_dir()
+
+
+def test_a_lock_is_seen_by_others_and_freed_by_death(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not registry.is_held(path)
+    code = "import sys; from gshare.agent.service import registry; from pathlib import Path\n"
+    code += "print(registry.take_lock(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline().strip() != b"None"
+    assert registry.is_held(path)
+    assert registry.take_lock(path) is None
+    holder.kill()
+    holder.communicate()
+    assert not registry.is_held(path)
+    assert registry.take_lock(path) is not None
+
+
+def test_records_of_ended_jobs_are_bounded_and_the_newest_of_a_name_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(registry, "FINISHED_KEPT", 10)
+    for number in range(50):
+        status = JobStatus(job=f"job{number % 30}", state="completed", step=number, loss=math.nan)
+        registry.record_finished(registry.FinishedJob(status=status, ended=float(number), trainer_id="t"))
+        assert len((tmp_path / "gshare/jobs.jsonl").read_bytes().splitlines()) <= 20
+    steps = [job.status.step for job in registry.finished_jobs()]
+    assert steps[:10] == list(range(49, 39, -1))
+    for number in range(30):
+        registry.log_path(f"t{number}").write_text("")
+    assert len(list((tmp_path / "gshare/logs").iterdir())) == registry.LOGS_KEPT
+
+
+# ---------------------------------------------------------------------- output directories
+
+
+def record(tmp_path: Path, **changes: object) -> RunRecord:
+    spec = AdapterSpec(
+        name="a", data="d.jsonl", output_dir=str(tmp_path / "new" / "out"), lora_alpha=32, seed=0
+    )
+    run = RunRecord(model="/models/m", base_dtype="bf16", spec=spec, train_hash="1" * 64)
+    outer = {key: value for key, value in changes.items() if key in RunRecord.__struct_fields__}
+    inner = {key: value for key, value in changes.items() if key not in outer}
+    return msgspec.structs.replace(run, spec=msgspec.structs.replace(spec, **inner), **outer)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The directory of a run that has left a checkpoint."""
+    claim = OutputClaim(record(tmp_path), resume=False)
+    (claim.directory / "checkpoint-5").mkdir()
+    claim.release()
+    return claim.directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "resume", "says"),
+    [
+        ({}, False, "already holds this run .* --resume"),
+        ({"r": 8}, False, "another run .*r: 16 → 8"),
+        ({"base_dtype": "nf4"}, False, "base_dtype: bf16 → nf4"),
+        ({"r": 8}, True, "cannot continue as asked: r: 16 → 8"),
+        ({"learning_rate": 1.0, "max_steps": 7}, True, "as asked: learning_rate: 0.0002 → 1.0;"),
+        ({"model": "/models/other"}, True, "model: /models/m → /models/other"),
+        ({"train_hash": "2" * 64}, True, "training data: tokens 1111"),
+        ({"val_fraction": 0.5}, True, "val_fraction"),
+        ({}, True, None),
+        ({"max_steps": 99, "save_steps": 1}, True, None),
+        ({"model": "/moved/m", "data": "moved.jsonl"}, True, None),
+        ({"train_hash": None}, True, None),
+    ],
+)
+def test_a_used_directory(
+    tmp_path: Path, finished: Path, changes: dict[str, object], resume: bool, says: str | None
+) -> None:
+    before = sorted(finished.iterdir()), (finished / "run.json").read_bytes()
+    run = record(tmp_path, **changes)
+    if says is None:
+        check_output_dir(run, resume=resume)
+    else:
+        with pytest.raises(UsageError, match=says):
+            OutputClaim(run, resume=resume)
+    assert (sorted(finished.iterdir()), (finished / "run.json").read_bytes()) == before
+
+
+def test_adapter_files_that_nobody_knows_are_never_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    out.mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    check_output_dir(record(tmp_path), resume=False)  # what is no result is nobody's run
+    (out / "adapter_model.safetensors").write_text("theirs")
+    for resume in (False, True):
+        with pytest.raises(UsageError, match=r"adapter_model.safetensors, which is not from a run of gshare"):
+            OutputClaim(record(tmp_path), resume=resume)
+    assert not (out / LOCK_FILE).exists()
+    (out / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run.json is not one that gshare wrote"):
+        check_output_dir(record(tmp_path), resume=True)
+
+
+def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
+    first = OutputClaim(record(tmp_path), resume=False)
+    with pytest.raises(RetryLater, match="another trainer is writing"):
+        OutputClaim(record(tmp_path), resume=True)
+    first.release()
+    OutputClaim(record(tmp_path), resume=True).release()
+
+
+def test_a_refused_job_takes_its_traces_along_and_nobody_elses(tmp_path: Path, finished: Path) -> None:
+    OutputClaim(record(tmp_path), resume=True).undo()
+    assert (finished / "run.json").exists()
+    other = record(tmp_path, output_dir=str(tmp_path / "x"))
+    OutputClaim(other, resume=False).undo()
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_output_dir_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output_dir in ("file", "file/below"):
+        with pytest.raises(UsageError, match="is a file"):
+            check_output_dir(record(tmp_path, output_dir=str(tmp_path / output_dir)), resume=False)
+
+
+# ---------------------------------------------------------------------- environment
+
+
+def test_the_environment_sets_strict_mkl_whatever_the_caller_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = trainer_environment()
+    assert environment["MKL_CBWR"] in ("AVX512,STRICT", "AVX2,STRICT")
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert 1 <= int(trainer_environment()["OMP_NUM_THREADS"]) <= len(os.sched_getaffinity(0))
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f\n")
+    assert _has_avx512(cpuinfo)
+    cpuinfo.write_text("flags\t\t: fpu avx2\nbugs: avx512f\n")
+    assert not _has_avx512(cpuinfo)
+    assert not _has_avx512(tmp_path / "none")
+
+
+def test_records_are_strict_json(tmp_path: Path) -> None:
+    registry.append_line(tmp_path / "l", JobStatus(job="a", state="running", loss=math.inf))
+    assert json.loads((tmp_path / "l").read_text(), parse_constant=pytest.fail)["loss"] is None
