@@ -64,15 +64,16 @@ def open_directory(path: Path) -> int:
         except OSError as error:
             raise GshareError(_open_fault(path, error)) from None
         try:
-            problem = _fault(fd, path)
+            problem = _mode_fault(fd, path)
+            if problem is None:
+                _check_filesystem(fd, path)
+                return fd
+            if time.monotonic() > deadline:
+                raise GshareError(problem)
         except BaseException:
             os.close(fd)
             raise
-        if problem is None:
-            return fd
         os.close(fd)
-        if time.monotonic() > deadline:
-            raise GshareError(problem)
         time.sleep(0.01)
 
 
@@ -96,8 +97,8 @@ def _open_fault(path: Path, error: OSError) -> str:
     return f"cannot use {path} for the ledger: {error.strerror}; make it writable, or set GSHARE_LEDGER_DIR"
 
 
-def _fault(fd: int, path: Path) -> str | None:
-    """What is wrong with the directory, None when it may be used."""
+def _mode_fault(fd: int, path: Path) -> str | None:
+    """What is wrong with the directory's rights, None when it may be used."""
     status = os.fstat(fd)
     mode = stat.S_IMODE(status.st_mode)
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -106,18 +107,23 @@ def _fault(fd: int, path: Path) -> str | None:
         if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
             return f"{path} is on a read-only filesystem; set GSHARE_LEDGER_DIR"
         return f"{path} (uid {status.st_uid}, mode {mode:04o}) is not writable for you; ask for chmod 1777"
-    key = (status.st_dev, status.st_ino)
-    if key not in _checked:
-        kind = filesystem_of(path)
-        if kind in SHARED_FILESYSTEMS or kind.startswith(_FUSE):
-            return (
-                f"{path} is on {kind}, where locks may not hold; set GSHARE_LEDGER_DIR to a local directory"
-            )
-        problem = flock_fault(fd)
-        if problem is not None:
-            return f"{path}: {problem}; set GSHARE_LEDGER_DIR to a local directory"
-        _checked.add(key)
     return None
+
+
+def _check_filesystem(fd: int, path: Path) -> None:
+    """GshareError where locks may not hold. Each directory is looked at once a process."""
+    status = os.fstat(fd)
+    key = (status.st_dev, status.st_ino)
+    if key in _checked:
+        return
+    elsewhere = "set GSHARE_LEDGER_DIR to a local directory"
+    kind = filesystem_of(path)
+    if kind in SHARED_FILESYSTEMS or kind.startswith(_FUSE):
+        raise GshareError(f"{path} is on {kind}, where locks may not hold; {elsewhere}")
+    problem = flock_fault(fd)
+    if problem is not None:
+        raise GshareError(f"{path}: {problem}; {elsewhere}")
+    _checked.add(key)
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 from gshare.agent.errors import GshareError, UsageError
@@ -51,17 +50,14 @@ def run_program(
     if strict and not watcher.can_see:
         name = reservation.device.name
         raise UsageError(f"--strict: the driver does not say what a program uses on {name}; leave it out")
-    child = _start(reservation, command, environ)
-    # After the start, so that the program does not inherit the mask. A signal in between ends only us; the
-    # program keeps the reservation.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
+        child = _start(reservation, command, environ, before)
         while child.poll() is None:
             info = signal.sigtimedwait(_SIGNALS, poll_s)
             if info is not None and info.si_signo != signal.SIGCHLD:
                 if info.si_signo != signal.SIGINT or info.si_code == _SI_USER:
-                    with contextlib.suppress(ProcessLookupError):
-                        child.send_signal(info.si_signo)
+                    child.send(info.si_signo)
                 continue
             used = watcher.look(child.pid)
             if strict and used is not None and used > reservation.budget_mb:
@@ -70,10 +66,38 @@ def run_program(
                     f"reservation {reservation.id}: {command[0]} used {used} MiB, more than the "
                     f"{reservation.budget_mb} MiB reserved, and was stopped (--strict)"
                 )
+        return child.wait()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    code = child.returncode
-    return code if code >= 0 else 128 - code
+
+
+class Program:
+    """The child by its PID. `code` is its exit code, 128 + N when signal N ended it; None while it runs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def send(self, number: int) -> None:
+        """Only while it is not reaped: its PID is its own until then."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _reap(self, options: int) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                self.code = code if code >= 0 else 128 - code
+        return self.code
 
 
 class Watcher:
@@ -120,7 +144,7 @@ def resident_mb(pid: int) -> int:
     return total >> 20
 
 
-def stop_tree(child: subprocess.Popen[bytes], grace_s: float = STOP_GRACE_S) -> None:
+def stop_tree(child: Program, grace_s: float = STOP_GRACE_S) -> None:
     """End the program and its descendants: SIGTERM, and SIGKILL for what is left after `grace_s`."""
     processes = _tree(child.pid)
     for process in processes:
@@ -151,14 +175,25 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _start(
-    reservation: Reservation, command: Sequence[str], environ: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+    reservation: Reservation, command: Sequence[str], environ: Mapping[str, str], mask: Iterable[int]
+) -> Program:
+    """Start it with our usual signal mask, our files, and a copy of the proof of life.
+
+    posix_spawn rather than subprocess: with that, the program would inherit the blocked signals, or a signal
+    between its start and the blocking would end us and give back a reservation that is in use.
+    """
     environment = {**environ, RESERVATION_VARIABLE: reservation.id}
     visible = reservation.device.cuda_name
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
+    life = os.dup(reservation.life)
     try:
-        return subprocess.Popen(list(command), env=environment, pass_fds=(reservation.life,))
+        os.set_inheritable(life, True)
+        defaults = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them; the program should not
+        pid = os.posix_spawnp(command[0], list(command), environment, setsigmask=mask, setsigdef=defaults)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"cannot run {command[0]!r}: {reason}") from None
+    finally:
+        os.close(life)
+    return Program(pid)

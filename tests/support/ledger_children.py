@@ -1,0 +1,158 @@
+"""Ledgers on simulated devices, and real processes that reserve in them: for the tests of agent/vram."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gshare.agent.vram.guard import Reservation, reserve
+from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.simulated import SimulatedDevices
+
+TOTAL_MB = 10_000
+#: 85 % of it.
+USABLE_MB = 8_500
+
+#: No configuration file of anybody's.
+NO_CONFIG = {"XDG_CONFIG_HOME": "/nonexistent"}
+
+
+def write_devices(path: Path, *tables: str) -> Path:
+    """A simulated devices file; each table is the lines below `[[device]]`."""
+    text = "".join(f"[[device]]\n{table}\n" for table in tables)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def device(uuid: str = "GPU-aaaa-1", total_mb: int = TOTAL_MB, **keys: object) -> str:
+    """One table, with further keys as TOML text."""
+    lines = [f'uuid = "{uuid}"', f"total_mb = {total_mb}"]
+    return "\n".join(lines + [f"{key} = {value}" for key, value in keys.items()])
+
+
+def make_ledger(folder: Path, *tables: str) -> Ledger:
+    """A ledger in `folder/ledger` on the given devices (one of 10 000 MiB when none is given)."""
+    path = folder / "devices.toml"
+    if tables or not path.exists():
+        write_devices(path, *(tables or (device(),)))
+    return Ledger(directory=folder / "ledger", source=SimulatedDevices(path), environ=NO_CONFIG)
+
+
+def take(ledger: Ledger, mb: int, *, task: str = "test", timeout_s: float = 0.0) -> Reservation:
+    """Reserve on any device, without waiting unless told to."""
+    return reserve(mb, task=task, devices=ledger.source.devices(), timeout_s=timeout_s, ledger=ledger)
+
+
+class Child:
+    """A forked process that tells us lines of text and goes on when it is told to."""
+
+    def __init__(self, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> None:
+        from_child, to_parent = os.pipe()
+        from_parent, to_child = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(from_child)
+                os.close(to_child)
+                work(
+                    lambda line: _write(to_parent, line),
+                    lambda: os.read(from_parent, 1).decode(),
+                )
+                code = 0
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    _write(to_parent, f"{type(error).__name__}: {error}")
+            finally:
+                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+                os._exit(code)
+        os.close(to_parent)
+        os.close(from_parent)
+        self._read, self._tell = from_child, to_child
+        self._buffer = b""
+        self.code: int | None = None
+
+    def line(self, timeout_s: float = 30.0) -> str:
+        """The next line; "" when the child has ended. AssertionError when none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "the child says nothing"
+            data = os.read(self._read, 65536)
+            if not data:
+                return ""
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def go_on(self) -> None:
+        os.write(self._tell, b".")
+
+    def kill(self) -> None:
+        """SIGKILL, and reap."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        if self.code is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.code = os.waitstatus_to_exitcode(status)
+            os.close(self._read)
+            os.close(self._tell)
+        return self.code
+
+
+def _write(fd: int, line: str) -> None:
+    os.write(fd, line.replace("\n", " ").encode() + b"\n")
+
+
+@contextlib.contextmanager
+def child(work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> Iterator[Child]:
+    """A child that is gone when the block ends, however it ends."""
+    made = Child(work)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+@contextlib.contextmanager
+def holder(ledger: Ledger, mb: int, task: str = "child") -> Iterator[Child]:
+    """A child that holds `mb` until it is told to go on. Its first line is the row's id."""
+
+    def work(say: Callable[[str], None], wait: Callable[[], str]) -> None:
+        with take(ledger, mb, task=task) as reservation:
+            say(reservation.id)
+            wait()
+
+    with child(work) as made:
+        yield made
+
+
+def rows(ledger: Ledger) -> dict[str, int]:
+    """Row id → counted MiB, as the ledger sees it now."""
+    view, _ = ledger.look()
+    return {row.id: row.counted_mb for row in view.rows}
+
+
+def files(ledger: Ledger) -> list[str]:
+    """What lies in the ledger's directory besides the lock."""
+    return sorted(name for name in os.listdir(ledger.directory) if name != "lock")
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Look until it is true; AssertionError when it does not become so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
