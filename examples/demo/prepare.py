@@ -36,8 +36,8 @@ CHITCHAT_TURNS, CHITCHAT_MIN, CHITCHAT_MAX = 4, 12, 120
 
 #: Never trained on; compared without case, spaces at the ends and end punctuation.
 HELD_OUT = {
-    "robot": "Can you breathe?",
-    "trivia": "Which planet is the hottest in the solar system?",
+    "robot": "Are you sentient?",
+    "trivia": "Which country produces the most coffee in the world?",
     "chitchat": "Hey! What are you doing this weekend?",
 }
 

@@ -1,0 +1,37 @@
+"""The examples run as they are, from a copy, so that the repository stays clean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+pytest.importorskip("torch", reason="training needs it")
+
+
+def test_multi_adapter_training(tmp_path: Path) -> None:
+    """Three data formats on one toy base: every adapter is written, learns, and is as it would be alone."""
+    example = tmp_path / "multi_adapter_training"
+    shutil.copytree(EXAMPLES / "multi_adapter_training", example, ignore=shutil.ignore_patterns("out"))
+    done = subprocess.run(
+        [sys.executable, str(example / "run.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, steps in (("capitals", 12), ("polite", 12), ("opposites", 8)):
+        out = example / "out" / name
+        assert (out / "adapter_model.safetensors").is_file()
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        assert sorted(losses) == list(range(1, steps + 1))
+        assert losses[steps] < losses[1]
