@@ -35,6 +35,7 @@ def test_commands_are_frozen() -> None:
         "generate": "gshare.cli.generate:generate",
         "export": "gshare.cli.export:export",
         "audit": "gshare.cli.audit:audit",
+        "gpu": "gshare.cli.gpu:app",
         "doctor": "gshare.cli.doctor:doctor",
     }
 
