@@ -40,7 +40,8 @@ def export(
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())
-    from gshare.agent.train.peft_files import dequantiser, merge as merge_into, read_adapter, trained_dtype
+    from gshare.agent.train.peft_files import dequantiser, read_adapter, trained_dtype
+    from gshare.agent.train.peft_files import merge as merge_into
 
     config, _ = read_adapter(adapter)
     if to is not None:

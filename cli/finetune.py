@@ -12,23 +12,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, RetryLater, UsageError
 from gshare.agent.jobs.events import Event
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
-from gshare.agent.jobs.spec_file import load_run_spec, run_spec_from_flags
+from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.service.output_dir import LOCK_FILE, RunRecord, check_output_dir
 from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead, is_held
 from gshare.agent.service.sinks import Sinks, check_sinks
 from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
-from gshare.cli.paths import cache_dir
+from gshare.cli.prepare import prepare, read_spec
 from rich.console import Console
-from rich.text import Text
-
-if TYPE_CHECKING:
-    from gshare.agent.data.tokens import TokenStore
 
 #: Test hook: "module:class" of another engine, so that the processes can be tested without torch.
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
@@ -74,13 +69,13 @@ def finetune(
     device
         auto, cpu, cuda or cuda:N.
     """
-    run = _read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
+    run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     check_sinks(report_to)
     _check_output_dirs(run, resume=resume)
     console = Console(stderr=True)
-    model_dir, requests = _prepare(run, console, resume=resume)
+    model_dir, requests = prepare(run, console, resume=resume)
     if dry_run:
         print(_memory_table(run, model_dir, requests, device))
         return EXIT_OK
@@ -100,25 +95,6 @@ def finetune(
     return _supervise(config, requests, report_to, json_lines=json)
 
 
-def _read_spec(
-    model: str | None, adapters: Sequence[str], config: Path | None, options: dict[str, object]
-) -> RunSpec:
-    if config is not None:
-        if adapters:
-            raise UsageError(f"--adapter and --adapters-config {config}: give one of them")
-        return load_run_spec(config, {**options, "model": _absolute(model)})
-    if model is None:
-        raise UsageError(
-            "--model is missing: a directory, a hub id or a .gguf file (or give --adapters-config FILE)"
-        )
-    return run_spec_from_flags(model=model, adapters=adapters, options=options)
-
-
-def _absolute(model: str | None) -> str | None:
-    """A path on the command line is relative to here, whatever directory the file is in."""
-    return str(Path(model).absolute()) if model is not None and Path(model).exists() else model
-
-
 def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
     for spec in run.adapters:
         check_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=resume)
@@ -127,67 +103,6 @@ def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
                 f"adapter {spec.name}: a trainer is writing to {spec.output_dir}; wait for it, "
                 "or stop its job with `gshare jobs stop`"
             )
-
-
-def _prepare(run: RunSpec, console: Console, *, resume: bool) -> tuple[Path, list[JobRequest]]:
-    """The model found or converted, every data file tokenised and split once: what is wrong shows here."""
-    from gshare.agent.base.resolve import resolve_model
-
-    with console.status(Text(f"looking for {run.model}")) as status:
-
-        def progress(what: str, done: int, total: int) -> None:
-            status.update(Text(f"{what}: {done / total:.0%}" if total else what))
-
-        found = resolve_model(run.model, cache_dir=cache_dir(), base_dtype=run.base_dtype, progress=progress)
-        requests: list[JobRequest] = []
-        for spec in run.adapters:
-            train = _tokenise(spec, spec.data, found.path, console)
-            val = _tokenise(spec, spec.val_data, found.path, console) if spec.val_data else None
-            if val is None:
-                _check_split(spec, train)
-            requests.append(
-                JobRequest(
-                    spec=spec,
-                    train_store=str(train.path),
-                    train_hash=train.hash,
-                    val_store=str(val.path) if val else None,
-                    val_hash=val.hash if val else None,
-                    resume=resume,
-                )
-            )
-    return found.path, requests
-
-
-def _tokenise(spec: AdapterSpec, data: str, tokenizer_dir: Path, console: Console) -> TokenStore:
-    from gshare.agent.data.build import build_token_store
-
-    store = build_token_store(
-        Path(data),
-        tokenizer_dir,
-        cache_dir=cache_dir() / "tokens",
-        data_format=spec.data_format,
-        max_length=spec.max_length,
-        on_bad_turns=spec.on_bad_turns,
-        train_on_prompt=spec.train_on_prompt,
-    )
-    meta = store.meta
-    counted = f"{meta.n_rows} rows, {meta.n_tokens} tokens, {meta.n_label_tokens} trained"
-    console.print(Text(f"{spec.name}: {data}: {counted}"))
-    for kind, counts in (("dropped", meta.dropped), ("note", meta.notes)):
-        for reason, rows in counts.items():
-            first = ", ".join(map(str, rows.first_rows))
-            console.print(Text(f"{spec.name}: {kind}: {rows.count} rows: {reason} (first: {first})"))
-    return store
-
-
-def _check_split(spec: AdapterSpec, store: TokenStore) -> None:
-    from gshare.agent.data.split import split_rows
-
-    assert spec.seed is not None
-    try:
-        split_rows(store, val_fraction=spec.val_fraction, seed=spec.seed)
-    except UsageError as error:
-        raise UsageError(f"adapter {spec.name}: {spec.data}: {error}") from None
 
 
 def _memory_table(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], device: str) -> str:

@@ -83,7 +83,8 @@ def generate(
     base = load_base(resolved.path, base_dtype=dtype, device=where)
     if len(tokens) >= base.config.max_position_embeddings:
         raise UsageError(
-            f"the prompt has {len(tokens)} tokens; the model has {base.config.max_position_embeddings} positions"
+            f"the prompt has {len(tokens)} tokens; "
+            f"the model has {base.config.max_position_embeddings} positions"
         )
     lora = None
     if adapter is not None:
@@ -111,14 +112,14 @@ def generate(
         if not json_output and not text.endswith("�"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
+    text = tokenizer.decode(answer, skip_special_tokens=True)
     if json_output:
-        text = tokenizer.decode(answer, skip_special_tokens=True)
         print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(answer)}, ensure_ascii=False))
     else:
-        print()
+        print(text[len(shown) :])
 
 
-def _encode(tokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:  # noqa: ANN001
+def _encode(tokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
     """Token ids of the prompt, through the chat template when there is one."""
     if raw or not tokenizer.chat_template:
         if system is not None:

@@ -24,9 +24,9 @@ from gshare.agent.vram.clock import start_ticks
 from gshare.agent.vram.devices import Device
 from gshare.agent.vram.guard import candidates, reserve
 from gshare.agent.vram.identify import find_devices
-from gshare.agent.vram.ledger import Grant, Ledger, Queued, Wanted
+from gshare.agent.vram.ledger import Grant, Ledger, Wanted
 from gshare.agent.vram.owners import RESERVATION_VARIABLE
-from gshare.agent.vram.queue import wait_for
+from gshare.agent.vram.queue import Announcer, wait_for
 from gshare.agent.vram.repair import repair as repair_ledger
 from gshare.agent.vram.status import status as read_status
 from gshare.agent.vram.watch import run_program
@@ -109,11 +109,11 @@ def run(
         devices=_devices(ledger, gpu),
         timeout_s=seconds,
         kind="run",
-        on_wait=_say_waiting,
+        on_wait=Announcer(_say),
         on_warning=_say,
         ledger=ledger,
     ) as reservation:
-        return run_program(reservation, ledger.source, command, strict=strict, notify=_say)
+        return run_program(reservation, command, strict=strict, notify=_say)
 
 
 @app.command
@@ -167,7 +167,7 @@ def hold(
         lease_s=seconds,
     )
     patience = parse_duration(timeout, what="--timeout") if wait_gpu else 0.0
-    grant: Grant = wait_for(ledger, wanted, timeout_s=patience, on_wait=_say_waiting)
+    grant: Grant = wait_for(ledger, wanted, timeout_s=patience, on_wait=Announcer(_say))
     print(grant.row.id)
     if pid is None:
         _say(
@@ -209,11 +209,6 @@ def _devices(ledger: Ledger, text: str | None) -> tuple[Device, ...] | None:
 def _one_line(text: str) -> str:
     line = "".join(char if char.isprintable() else " " for char in text)
     return line if len(line) <= MAX_TASK else line[: MAX_TASK - 1] + "…"
-
-
-def _say_waiting(queued: Queued) -> None:
-    decision = queued.decision
-    _say(f"waiting for {queued.gpu_uuid}, place {decision.position}: {decision.reason}")
 
 
 def _say(text: str) -> None:

@@ -56,39 +56,31 @@ class Adapter:
         )
 
     def update(self, *, step: int, learning_rate: float, norm: float) -> None:
-        """Clip and step every matrix; `step` is 1-based (Adam's bias correction)."""
+        """Clip and step every matrix; `step` is 1-based (Adam's bias correction).
+
+        AdamW is elementwise, so one call over the whole slot gives each matrix the bits of its own call
+        (420 matrices a rank-8 SmolLM2 adapter: 12 operations instead of 5,040). 8-bit state is per matrix.
+        """
         spec, arena = self.spec, self.arena
-        clip = clip_coefficient(norm, spec.max_grad_norm) if spec.max_grad_norm > 0 else 1.0
-        for key, _ in arena.matrices(self.name):
-            grad = arena.view("grads", self.name, key)
-            if clip != 1.0:
-                grad.mul_(clip)
-            param = arena.view("params", self.name, key)
-            if key in self._eight_bit:
-                adamw_8bit_step_(
-                    param,
-                    grad,
-                    self._eight_bit[key],
-                    lr=learning_rate,
-                    beta1=spec.adam_beta1,
-                    beta2=spec.adam_beta2,
-                    eps=spec.adam_epsilon,
-                    weight_decay=spec.weight_decay,
-                    step=step,
-                )
-            else:
-                adamw_step_(
-                    param,
-                    grad,
-                    arena.view("exp_avg", self.name, key),
-                    arena.view("exp_avg_sq", self.name, key),
-                    lr=learning_rate,
-                    beta1=spec.adam_beta1,
-                    beta2=spec.adam_beta2,
-                    eps=spec.adam_epsilon,
-                    weight_decay=spec.weight_decay,
-                    step=step,
-                )
+        hyper = {
+            "lr": learning_rate,
+            "beta1": spec.adam_beta1,
+            "beta2": spec.adam_beta2,
+            "eps": spec.adam_epsilon,
+            "weight_decay": spec.weight_decay,
+        }
+        clip = clip_coefficient(norm, spec.max_grad_norm)
+        if clip != 1.0:
+            arena.flat("grads", self.name).mul_(clip)
+        if self._eight_bit:
+            for key, _ in arena.matrices(self.name):
+                param, grad = (arena.view(purpose, self.name, key) for purpose in ("params", "grads"))
+                adamw_8bit_step_(param, grad, self._eight_bit[key], step=step, **hyper)
+        else:
+            param, grad, first, second = (
+                arena.flat(purpose, self.name) for purpose in ("params", "grads", "exp_avg", "exp_avg_sq")
+            )
+            adamw_step_(param, grad, first, second, step=step, **hyper)
         arena.publish(self.name)
 
     # ------------------------------------------------------------------ state in and out

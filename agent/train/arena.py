@@ -164,6 +164,11 @@ class Arena:
         region = self._moments if purpose in self._moments.flat else self._weights
         return region.view(purpose, name, key, self._shapes[name][key])
 
+    def flat(self, purpose: str, name: str) -> torch.Tensor:
+        """The adapter's whole slot as one vector, gaps between matrices (zeros) included."""
+        region = self._moments if purpose in self._moments.flat else self._weights
+        return region.flat[purpose][region.rows(name)]
+
     def compute_view(self, name: str, key: MatrixKey) -> torch.Tensor:
         """The matrix in compute dtype, as of the last `publish`."""
         purpose = "compute" if "compute" in self._weights.flat else "params"
@@ -177,7 +182,7 @@ class Arena:
             flat["compute"][rows] = flat["params"][rows].to(self.compute_dtype)
 
     def zero_grads(self, name: str) -> None:
-        self._weights.flat["grads"][self._weights.rows(name)].zero_()
+        self.flat("grads", name).zero_()
 
     def nbytes(self) -> int:
         return self._weights.nbytes() + self._moments.nbytes()
