@@ -16,14 +16,6 @@ from gshare.cli.gpu_view import lines, show_age
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from ledger_children import device, files, holder, make_ledger, rows, take, until, write_devices
 
-#: The command as installed, with `gpu` among its subcommands.
-MAIN = """
-import sys
-from gshare.cli.main import COMMANDS, main
-COMMANDS.setdefault("gpu", ("gshare.cli.gpu:app", "gpu"))
-sys.exit(main(["gpu", *sys.argv[1:]]))
-"""
-
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
@@ -38,7 +30,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", MAIN, *arguments],
+        [sys.executable, "-m", "gshare.cli.main", "gpu", *arguments],
         env=environment(folder, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -260,6 +252,15 @@ def test_status_shows_a_shared_trainer_a_hold_and_a_row_on_a_device_that_is_gone
     assert "on a device that is not here: " in text
     assert "no process" in text
     assert "ends in 1h 59m" in text
+
+
+def test_another_users_text_cannot_drive_the_terminal(ledger: Ledger) -> None:
+    with take(ledger, 100, task="\x1b[2Jgone\r") as reservation:
+        reservation.set_client("a\x1b]0;title\x07", 10)
+        (ledger.directory / "row-\x1bc.json").write_text("{", encoding="utf-8")
+        text = "".join(line.plain for line in lines(status(ledger)))
+    assert "?[2Jgone?" in text
+    assert all(char.isprintable() for char in text)
 
 
 def test_ages() -> None:

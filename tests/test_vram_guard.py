@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.vram.guard import Cap, Reservation, allocator_cap, candidates, reserve
-from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.ledger import Ledger, Queued
+from gshare.agent.vram.machine import Wait
+from gshare.agent.vram.queue import Announcer
 from gshare.agent.vram.rows import Client, decode_row
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -216,6 +218,35 @@ def test_however_the_process_ends_the_next_operation_finds_no_row(
     assert (f"row-{row_id}.json" not in files(ledger)) is cleaned
     assert rows(ledger) == {}
     assert files(ledger) == []
+
+
+def test_a_release_that_cannot_write_warns_and_the_row_is_dead(ledger: Ledger, tmp_path: Path) -> None:
+    said: list[str] = []
+    one = reserve(500, task="t", devices=ledger.source.devices(), ledger=ledger, on_warning=said.append)
+    away = tmp_path / "away"
+    ledger.directory.rename(away)
+    ledger.directory.write_text("in the way", encoding="utf-8")
+    one.release()
+    assert f"reservation {one.id} goes with the next operation: cannot use" in said[0]
+    ledger.directory.unlink()
+    away.rename(ledger.directory)
+    assert rows(ledger) == {}
+
+
+def test_a_waiting_request_says_where_it_stands_when_that_changes(ledger: Ledger) -> None:
+    said: list[str] = []
+
+    def at(position: int, reason: str) -> Queued:
+        return Queued(decision=Wait(position, reason), gpu_uuid="GPU-a", place=None)
+
+    announce = Announcer(said.append)
+    for queued in (at(2, "x"), at(2, "y"), at(1, "y")):
+        announce(queued)
+    assert said == ["waiting for GPU-a, place 2: x", "waiting for GPU-a, place 1: y"]
+    talkative = Announcer(said.append, every_s=0)
+    talkative(at(1, "y"))
+    talkative(at(1, "z"))
+    assert len(said) == 4
 
 
 def test_no_signal_handler_is_installed(ledger: Ledger) -> None:

@@ -485,7 +485,7 @@ def test_a_big_waiter_is_passed_by_a_bounded_number_of_small_ones(ledger: Ledger
         with pytest.raises(RetryLater, match="passed often enough"):
             take(ledger, 100)
         first.release()
-        assert big.line() == "has"
+        until_has(big)
         take(ledger, 100).release()  # nobody waits any more
     finally:
         big.kill()
@@ -532,6 +532,21 @@ def test_waiting_ends_at_the_timeout_and_leaves_nothing(ledger: Ledger) -> None:
             wait_for(ledger, wanted(ledger, 1000), timeout_s=0.1)
         assert error.value.exit_code == 75
         assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+def test_a_waiter_that_cannot_write_when_it_leaves_is_out_of_the_queue(ledger: Ledger) -> None:
+    with take(ledger, 8000):
+        queued = ledger.reserve(wanted(ledger, 1000), join_s=60)
+        assert isinstance(queued, Queued)
+        assert queued.place is not None
+        assert len(ledger.look()[0].waiters) == 1
+        away = ledger.directory.with_name("away")
+        ledger.directory.rename(away)
+        ledger.directory.write_text("in the way", encoding="utf-8")
+        ledger.leave(queued.place)
+        ledger.directory.unlink()
+        away.rename(ledger.directory)
+        assert ledger.look()[0].waiters == []
 
 
 def test_a_request_that_never_fits_does_not_wait(ledger: Ledger) -> None:

@@ -40,9 +40,7 @@ def run(ledger: Ledger, *command: str, mb: int = 1000, strict: bool = False) -> 
     """(exit code, what was said, the row's peak)."""
     said: list[str] = []
     with take(ledger, mb) as reservation:
-        code = run_program(
-            reservation, ledger.source, command, strict=strict, notify=said.append, poll_s=0.02
-        )
+        code = run_program(reservation, command, strict=strict, notify=said.append, poll_s=0.02)
         return code, said, reservation.row.peak_mb
 
 
@@ -106,11 +104,11 @@ def state(pid: int) -> str:
 def test_strict_is_refused_where_the_driver_lists_no_processes(ledger: Ledger) -> None:
     unified = HostMemory(Device(uuid="TEGRA-1", name="Orin", index=0, memory_type="unified"))
     with take(ledger, 100) as reservation:
-        reservation._grant.device = unified.devices()[0]
+        reservation._grant.device, ledger.source = unified.devices()[0], unified
         said: list[str] = []
         with pytest.raises(UsageError, match="--strict: the driver does not say what a program uses on Orin"):
-            run_program(reservation, unified, ["true"], strict=True, notify=said.append)
-        assert run_program(reservation, unified, ["true"], strict=False, notify=said.append) == 0
+            run_program(reservation, ["true"], strict=True, notify=said.append)
+        assert run_program(reservation, ["true"], strict=False, notify=said.append) == 0
         assert "not watched" in said[-1]
 
 
@@ -121,7 +119,7 @@ def test_killing_the_watcher_leaves_the_reservation_with_the_program(ledger: Led
         with take(ledger, 1000) as reservation:
             say(reservation.id)
             command = ["sh", "-c", f"echo $$ > {out}.new; mv {out}.new {out}; exec sleep 60"]
-            run_program(reservation, ledger.source, command, strict=False, notify=say, poll_s=0.02)
+            run_program(reservation, command, strict=False, notify=say, poll_s=0.02)
 
     with child(work) as watcher:
         row_id = watcher.line()
@@ -145,7 +143,7 @@ def test_a_signal_is_passed_on_and_the_program_may_end_in_order(
         with take(ledger, 1000) as reservation:
             name = number.name.removeprefix("SIG")
             command = ["sh", "-c", f"trap 'exit 5' {name}; touch {ready}; while :; do sleep 0.02; done"]
-            code = run_program(reservation, ledger.source, command, strict=False, notify=say, poll_s=0.02)
+            code = run_program(reservation, command, strict=False, notify=say, poll_s=0.02)
         say(f"code {code}")
 
     with child(work) as watcher:
@@ -163,7 +161,7 @@ def test_on_the_cpu_the_resident_memory_of_the_tree_counts(tmp_path: Path) -> No
     with reserve(1, task="t", ledger=ledger, timeout_s=0) as reservation:
         program = [sys.executable, "-c", "import time; x = bytearray(50 << 20); time.sleep(60)"]
         with pytest.raises(GshareError, match="more than the 1 MiB reserved"):
-            run_program(reservation, cpu, program, strict=True, notify=lambda _: None, poll_s=0.05)
+            run_program(reservation, program, strict=True, notify=lambda _: None, poll_s=0.05)
         assert reservation.row.peak_mb > 1
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.vram.devices import Device
+from gshare.agent.vram.devices import Device, DeviceReading
 from gshare.agent.vram.identify import visible_devices
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
 from gshare.agent.vram.queue import OnWait, wait_for
@@ -104,6 +104,10 @@ class Reservation:
         assert self._grant.life is not None
         return self._grant.life
 
+    def read_device(self) -> DeviceReading:
+        """What the driver says of the device now."""
+        return self._ledger.read_devices((self.device,))[self.device.uuid]
+
     def cap(self, context_mb: int, total_mb: int) -> Cap:
         """The allocator's cap under this reservation: see `allocator_cap`."""
         return allocator_cap(self.budget_mb, context_mb, total_mb)
@@ -168,13 +172,22 @@ class Reservation:
                 )
 
     def release(self) -> None:
-        """Give everything back; a second call does nothing. In a forked child it does nothing either."""
+        """Give everything back; a second call does nothing, nor does one in a forked child.
+
+        A ledger that cannot be written is only warned about: the flock is given back in any case, which makes
+        the row a dead one.
+        """
+        if os.getpid() != self._pid:
+            return  # before the lock: another thread may have held it when this child was forked
         with self._lock:
-            if not self._open or os.getpid() != self._pid:
+            if not self._open:
                 return
             self._open = False
             _held.discard(self)
-            self._ledger.release(self._grant)
+            try:
+                self._ledger.release(self._grant)
+            except GshareError as error:
+                self._on_warning(f"reservation {self.id} goes with the next operation: {error}")
 
     def forget(self) -> None:
         """Close the descriptor without touching the ledger: what a forked child does with its copy."""

@@ -8,7 +8,6 @@ just as well.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -104,7 +103,7 @@ class Ledger:
         A request that can never fit is a UsageError; a device in trouble a GshareError.
         """
         with self.tracer.span("LedgerReserve", budget_mb=wanted.mb, task=wanted.task):
-            readings = self._read_devices(wanted.devices)
+            readings = self.read_devices(wanted.devices)
             with locked(self.directory, self.tracer) as store:
                 at = now()
                 view = self.view(store, at, readings)
@@ -126,9 +125,13 @@ class Ledger:
                 return Queued(decision=decision, gpu_uuid=uuid, place=place)
 
     def leave(self, place: Place) -> None:
-        """Give a place in the queue up. Closing the descriptor alone would do: the next operation cleans."""
-        with contextlib.suppress(GshareError), locked(self.directory, self.tracer) as store:
-            _leave(store, place)
+        """Give a place in the queue up. Giving back the flock alone would do: the next operation cleans."""
+        with self.tracer.span("LedgerRelease", task=place.waiter.task):
+            try:
+                with locked(self.directory, self.tracer) as store, self.tracer.phase("ledger_wr"):
+                    _leave(store, place)
+            except GshareError:
+                _give_up(place)
 
     def change(self, grant: Grant, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
         """Rewrite the holder's row as `change` makes it, and keep the result in `grant`.
@@ -138,7 +141,7 @@ class Ledger:
         somebody removed is put back.
         """
         with self.tracer.span("LedgerReserve", budget_mb=ask_mb, task=grant.row.task):
-            readings = self._read_devices((grant.device,)) if ask_mb else {}
+            readings = self.read_devices((grant.device,)) if ask_mb else {}
             with locked(self.directory, self.tracer) as store:
                 if ask_mb:
                     view = self.view(store, now(), readings)
@@ -168,7 +171,7 @@ class Ledger:
 
     def look(self) -> tuple[View, dict[str, DeviceReading]]:
         """Everything that stands in the ledger, cleaned, and a reading of every device."""
-        readings = self._read_devices(self.source.devices())
+        readings = self.read_devices(self.source.devices())
         with locked(self.directory, self.tracer) as store:
             return self.view(store, now(), readings), readings
 
@@ -188,7 +191,9 @@ class Ledger:
                 raise GshareError(
                     f"reservation {row.id} is held by process {row.pid} ({row.task}); it goes when that ends"
                 )
-            if not store.remove(_file_of(row)):
+            with self.tracer.phase("ledger_wr"):
+                gone = store.remove(_file_of(row))
+            if not gone:
                 raise GshareError(
                     f"reservation {row.id} belongs to uid {row.uid}; they or root can release it"
                 )
@@ -203,13 +208,15 @@ class Ledger:
                 raise GshareError(f"reservation {row.id} has no lease; its process {row.pid} holds it")
             row = msgspec.structs.replace(row, lease_until_boot_s=at.boot_s + seconds)
             try:
-                store.write(_file_of(row), encode(row))
+                with self.tracer.phase("ledger_wr"):
+                    store.write(_file_of(row), encode(row))
             except PermissionError:
                 text = f"reservation {row.id} belongs to uid {row.uid}; only they can renew it"
                 raise GshareError(text) from None
             return row
 
-    def _read_devices(self, devices: Sequence[Device]) -> dict[str, DeviceReading]:
+    def read_devices(self, devices: Sequence[Device]) -> dict[str, DeviceReading]:
+        """One look at each device, by UUID; takes no lock."""
         with self.tracer.span("VramQuery", devices=len(devices)), self.tracer.phase("vram_qry"):
             return {device.uuid: self.source.read(device) for device in devices}
 
@@ -331,6 +338,10 @@ def _write_row(store: Store, grant: Grant, row: Row) -> None:
 def _leave(store: Store, place: Place) -> None:
     store.remove(f"wait-{place.waiter.id}.json")
     store.remove(f"wait-{place.waiter.id}.life")
+    _give_up(place)
+
+
+def _give_up(place: Place) -> None:
     if place.life >= 0:
         release_lock(place.life)
         place.life = -1

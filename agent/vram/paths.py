@@ -2,8 +2,11 @@
 
 One directory per host, the same for every user and login: `/run/gshare` when an administrator made it,
 else `/dev/shm/gshare`, else `/tmp/gshare` (made by the first user, sticky and world-writable). Only
-`GSHARE_LEDGER_DIR` moves it. Refused: a symlink in its place, a directory in which others could delete our
-rows, a filesystem on which flock does not exclude everybody (NFS and other shared ones).
+`GSHARE_LEDGER_DIR` moves it. A container has a /dev/shm of its own: mount the host's /run/gshare into it, or
+its jobs and the host's see what the others use, but not what they have reserved.
+
+Refused: a symlink in its place, a directory in which others could delete our rows, a filesystem on which
+flock does not exclude everybody (NFS and other shared ones).
 """
 
 from __future__ import annotations

@@ -22,6 +22,25 @@ FULL_LOOK_S = 2.0
 OnWait = Callable[[Queued], None]
 
 
+#: A waiting request says again where it stands after this many seconds, when only the reason changed.
+SAY_AGAIN_S = 30.0
+
+
+class Announcer:
+    """An `OnWait` for people: a line when the place changes, and now and then when only the reason does."""
+
+    def __init__(self, say: Callable[[str], None], every_s: float = SAY_AGAIN_S) -> None:
+        self._say, self._every_s = say, every_s
+        self._position, self._at = 0, 0.0
+
+    def __call__(self, queued: Queued) -> None:
+        decision = queued.decision
+        now = time.monotonic()
+        if decision.position != self._position or now - self._at >= self._every_s:
+            self._position, self._at = decision.position, now
+            self._say(f"waiting for {queued.gpu_uuid}, place {decision.position}: {decision.reason}")
+
+
 def wait_for(ledger: Ledger, wanted: Wanted, *, timeout_s: float, on_wait: OnWait | None = None) -> Grant:
     """Reserve, waiting at most `timeout_s` seconds; 0 does not wait at all.
 

@@ -95,7 +95,9 @@ def status(ledger: Ledger) -> Status:
         note=ledger.source.note,
         devices=shown,
         damaged=tuple(
-            DamagedStatus(name=d.name, reason=d.reason, gpu_uuid=d.claim.gpu_uuid, counted_mb=d.claim.mb)
+            DamagedStatus(
+                name=plain(d.name), reason=plain(d.reason), gpu_uuid=d.claim.gpu_uuid, counted_mb=d.claim.mb
+            )
             for d in view.damaged
         ),
         orphans=tuple(_reservation(row, view, at) for row in view.rows if row.gpu_uuid not in known),
@@ -137,13 +139,13 @@ def _reservation(row: Row, view: View, at: Now) -> ReservationStatus:
         pid=row.pid,
         user=user_name(row.uid),
         kind=row.kind,
-        task=row.task,
+        task=plain(row.task),
         budget_mb=row.budget_mb,
         peak_mb=row.peak_mb,
         used_mb=row.used_mb,
         age_s=round(at.boot_s - row.created_boot_s, 3) if same_boot else None,
         lease_left_s=round(lease - at.boot_s, 3) if lease is not None else None,
-        clients=row.clients,
+        clients=tuple(Client(name=plain(c.name), budget_mb=c.budget_mb) for c in row.clients),
         lingering=row.id in view.lingering,
     )
 
@@ -160,7 +162,7 @@ def _queue(view: View, state: DeviceState, at: Now) -> tuple[WaiterStatus, ...]:
                 position=len(waiters_in_front(view.queue, state.uuid, waiter.id)) + 1,
                 pid=waiter.pid,
                 user=user_name(waiter.uid),
-                task=waiter.task,
+                task=plain(waiter.task),
                 request_mb=waiter.request_mb,
                 reason=reason,
                 passed=view.passed.get(waiter.id, 0),
@@ -174,5 +176,10 @@ def user_name(uid: int) -> str:
     """The login name, or the number where there is none (containers)."""
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
+    except (KeyError, OverflowError):
         return str(uid)
+
+
+def plain(text: str) -> str:
+    """Another user's text without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)

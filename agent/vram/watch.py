@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.vram.devices import DeviceSource
 from gshare.agent.vram.guard import Reservation
 from gshare.agent.vram.owners import RESERVATION_VARIABLE, Owners, used_by_row
 
@@ -33,7 +32,6 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 def run_program(
     reservation: Reservation,
-    source: DeviceSource,
     command: Sequence[str],
     *,
     strict: bool,
@@ -46,7 +44,7 @@ def run_program(
     UsageError when it cannot be started, or when `strict` cannot be kept; GshareError when `strict` stopped
     it. Only for the main thread: signals are blocked meanwhile.
     """
-    watcher = Watcher(reservation, source, notify)
+    watcher = Watcher(reservation, notify)
     if strict and not watcher.can_see:
         name = reservation.device.name
         raise UsageError(f"--strict: the driver does not say what a program uses on {name}; leave it out")
@@ -103,12 +101,11 @@ class Program:
 class Watcher:
     """Reads what the reservation's processes use, keeps the row's peak, warns when it is over budget."""
 
-    def __init__(self, reservation: Reservation, source: DeviceSource, notify: Callable[[str], None]) -> None:
+    def __init__(self, reservation: Reservation, notify: Callable[[str], None]) -> None:
         self._reservation = reservation
-        self._source = source
         self._notify = notify
         self._warned_mb = reservation.budget_mb
-        reading = source.read(reservation.device)
+        reading = reservation.read_device()
         #: Whether the driver (on the CPU: /proc) says what one program uses.
         self.can_see = reservation.device.memory_type == "cpu" or reading.processes is not None
         if not self.can_see:
@@ -131,7 +128,7 @@ class Watcher:
             return None
         if self._reservation.device.memory_type == "cpu":
             return resident_mb(child)
-        reading = self._source.read(self._reservation.device)
+        reading = self._reservation.read_device()
         return used_by_row(reading, self._reservation.id, Owners([self._reservation.row]))
 
 
