@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+from gshare.agent.vram import clock
 from gshare.agent.vram.guard import Reservation, reserve
-from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.ledger import Ledger, Wanted
+from gshare.agent.vram.rows import Row, encode
 from gshare.agent.vram.simulated import SimulatedDevices
 
 TOTAL_MB = 10_000
@@ -51,10 +54,15 @@ def take(ledger: Ledger, mb: int, *, task: str = "test", timeout_s: float = 0.0)
     return reserve(mb, task=task, devices=ledger.source.devices(), timeout_s=timeout_s, ledger=ledger)
 
 
+#: What a child's work is given: say a line, and wait until it is told to go on.
+Say = Callable[[str], None]
+WaitFor = Callable[[], str]
+
+
 class Child:
     """A forked process that tells us lines of text and goes on when it is told to."""
 
-    def __init__(self, work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> None:
+    def __init__(self, work: Callable[[Say, WaitFor], None]) -> None:
         from_child, to_parent = os.pipe()
         from_parent, to_child = os.pipe()
         self.pid = os.fork()
@@ -117,7 +125,7 @@ def _write(fd: int, line: str) -> None:
 
 
 @contextlib.contextmanager
-def child(work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> Iterator[Child]:
+def child(work: Callable[[Say, WaitFor], None]) -> Iterator[Child]:
     """A child that is gone when the block ends, however it ends."""
     made = Child(work)
     try:
@@ -130,7 +138,7 @@ def child(work: Callable[[Callable[[str], None], Callable[[], str]], None]) -> I
 def holder(ledger: Ledger, mb: int, task: str = "child") -> Iterator[Child]:
     """A child that holds `mb` until it is told to go on. Its first line is the row's id."""
 
-    def work(say: Callable[[str], None], wait: Callable[[], str]) -> None:
+    def work(say: Say, wait: WaitFor) -> None:
         with take(ledger, mb, task=task) as reservation:
             say(reservation.id)
             wait()
@@ -156,3 +164,32 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)
+
+
+def wanted(ledger: Ledger, mb: int, **keys: object) -> Wanted:
+    """A request for any device; `keys` are further fields."""
+    return msgspec.structs.replace(Wanted(mb=mb, devices=ledger.source.devices(), task="test"), **keys)
+
+
+def plant(ledger: Ledger, **keys: object) -> Row:
+    """A row file without a living holder, in the name of this process."""
+    rows(ledger)
+    base = Row(
+        id="0123456789ab",
+        gpu_uuid="GPU-aaaa-1",
+        budget_mb=700,
+        task="planted",
+        kind="trainer",
+        pid=os.getpid(),
+        uid=os.geteuid(),
+        created=time.time(),
+        boot_id=clock.now().boot_id,
+        pid_start=clock.start_ticks(os.getpid()) or 0,
+        pid_ns=clock.pid_namespace(os.getpid()) or 0,
+    )
+    row = msgspec.structs.replace(base, **keys)
+    kind = "lease" if row.lease_until_boot_s is not None else "row"
+    (ledger.directory / f"{kind}-{row.id}.json").write_bytes(encode(row))
+    if kind == "row":
+        (ledger.directory / f"row-{row.id}.life").touch()
+    return row

@@ -1,0 +1,143 @@
+"""The queue with real processes: order, bounded bypass, timeouts, and that nothing is left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gshare.agent.errors import RetryLater, UsageError
+from gshare.agent.vram.ledger import Ledger, Queued
+from gshare.agent.vram.machine import MAX_BYPASS
+from gshare.agent.vram.queue import wait_for
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from ledger_children import (
+    Child,
+    Say,
+    WaitFor,
+    device,
+    files,
+    make_ledger,
+    rows,
+    take,
+    wanted,
+)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return make_ledger(tmp_path)
+
+
+# Case 11, and the queue
+
+
+def waiter_of(ledger: Ledger, mb: int) -> Child:
+    def work(say: Say, wait: WaitFor) -> None:
+        def told(queued: Queued) -> None:
+            say(f"waits {queued.decision.position}")
+
+        grant = wait_for(ledger, wanted(ledger, mb), timeout_s=60, on_wait=told)
+        say("has")
+        wait()
+        ledger.release(grant)
+
+    return Child(work)
+
+
+def test_a_big_waiter_is_passed_by_a_bounded_number_of_small_ones(ledger: Ledger) -> None:
+    first = take(ledger, 4000)
+    big = waiter_of(ledger, 8000)
+    try:
+        assert big.line() == "waits 1"
+        for _ in range(MAX_BYPASS):
+            take(ledger, 100).release()
+        with pytest.raises(RetryLater, match="passed often enough"):
+            take(ledger, 100)
+        first.release()
+        until_has(big)
+        take(ledger, 100).release()  # nobody waits any more
+    finally:
+        big.kill()
+
+
+def test_waiters_are_served_in_the_order_they_came(ledger: Ledger) -> None:
+    block = take(ledger, 8000)
+    line: list[Child] = []
+    try:
+        for place in range(1, 4):
+            line.append(waiter_of(ledger, 5000))
+            assert line[-1].line() == f"waits {place}"
+        block.release()
+        for place, one in enumerate(line):
+            until_has(one)
+            assert all(other.code is None for other in line[place:])
+            one.go_on()
+            assert one.wait() == 0
+    finally:
+        for one in line:
+            one.kill()
+    assert rows(ledger) == {}
+    assert [name for name in files(ledger) if not name.startswith("passes-")] == []
+
+
+def until_has(one: Child) -> None:
+    while (line := one.line()) != "has":
+        assert line.startswith("waits ")
+
+
+def test_a_killed_waiter_leaves_the_queue(ledger: Ledger) -> None:
+    with take(ledger, 8000):
+        big = waiter_of(ledger, 8000)
+        assert big.line() == "waits 1"
+        big.kill()
+        view, _ = ledger.look()
+        assert view.waiters == []
+        assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+def test_waiting_ends_at_the_timeout_and_leaves_nothing(ledger: Ledger) -> None:
+    with take(ledger, 8000):
+        with pytest.raises(RetryLater, match=r"waited 0 s .*place 1: 1000 MiB asked, 500 of 8500") as error:
+            wait_for(ledger, wanted(ledger, 1000), timeout_s=0.1)
+        assert error.value.exit_code == 75
+        assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+def test_a_waiter_that_cannot_write_when_it_leaves_is_out_of_the_queue(ledger: Ledger) -> None:
+    with take(ledger, 8000):
+        queued = ledger.reserve(wanted(ledger, 1000), join_s=60)
+        assert isinstance(queued, Queued)
+        assert queued.place is not None
+        assert len(ledger.look()[0].waiters) == 1
+        away = ledger.directory.with_name("away")
+        ledger.directory.rename(away)
+        ledger.directory.write_text("in the way", encoding="utf-8")
+        ledger.leave(queued.place)
+        ledger.directory.unlink()
+        away.rename(ledger.directory)
+        assert ledger.look()[0].waiters == []
+
+
+def test_a_request_that_never_fits_does_not_wait(ledger: Ledger) -> None:
+    with pytest.raises(UsageError, match="8501 MiB can never fit on GPU-aaaa-1"):
+        wait_for(ledger, wanted(ledger, 8501), timeout_s=60)
+    assert files(ledger) == []
+
+
+def test_a_waiter_takes_whichever_device_comes_free(tmp_path: Path) -> None:
+    ledger = make_ledger(tmp_path, device("GPU-aaaa-1"), device("GPU-bbbb-2"))
+    first = take(ledger, 8000)
+    second = take(ledger, 8000)
+    assert {first.device.uuid, second.device.uuid} == {"GPU-aaaa-1", "GPU-bbbb-2"}
+    one = waiter_of(ledger, 6000)
+    try:
+        assert one.line() == "waits 1"
+        second.release()
+        until_has(one)
+        view, _ = ledger.look()
+        assert {row.gpu_uuid for row in view.rows if row.budget_mb == 6000} == {second.device.uuid}
+    finally:
+        one.kill()
+        first.release()
