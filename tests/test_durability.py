@@ -87,7 +87,11 @@ def wait_for_progress(process: subprocess.Popen[str], out: str, beyond: int) -> 
 
 def losses(out: str, name: str) -> list[tuple[str, int, float]]:
     records = [json.loads(line) for line in Path(out, name, "metrics.jsonl").read_text().splitlines()]
-    return [(r["type"], r["step"], r.get("loss", r.get("val_loss"))) for r in records if r["type"] != "fingerprint"]
+    return [
+        (r["type"], r["step"], r.get("loss", r.get("val_loss")))
+        for r in records
+        if r["type"] != "fingerprint"
+    ]
 
 
 @pytest.mark.timeout(900)
@@ -138,6 +142,13 @@ def test_killed_at_random_moments_and_resumed_the_bytes_are_those_of_an_unkilled
     assert process.returncode == 0, err
     assert min(kills.values()) > 0, kills
     for name in ("a", "b"):
-        for file in ("adapter_model.safetensors", f"checkpoint-{STEPS}/optimizer.safetensors", "best/metadata.json"):
-            assert Path("killed", name, file).read_bytes() == Path("whole", name, file).read_bytes(), (name, file)
+        for file in (
+            "adapter_model.safetensors",
+            f"checkpoint-{STEPS}/optimizer.safetensors",
+            "best/metadata.json",
+        ):
+            assert Path("killed", name, file).read_bytes() == Path("whole", name, file).read_bytes(), (
+                name,
+                file,
+            )
         assert losses("killed", name) == losses("whole", name)

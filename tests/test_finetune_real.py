@@ -78,3 +78,38 @@ def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
     fused = {name: Path(f"out/{name}/adapter_model.safetensors").read_bytes() for name in ("a", "b")}
     assert fused["a"] == train_alone(tiny_checkpoint, "a")
     assert fused["a"] != fused["b"]
+
+
+def test_a_poisonous_job_fails_and_its_co_tenants_keep_their_bits(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "poison" kills the trainer's process at its third step, every time: it fails, the others finish."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        (tmp_path / variable).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    monkeypatch.setenv("GSHARE_TEST_RUNNER", "poison:PoisonedRunner")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"))
+    for name in ("a", "b", "poison"):
+        rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = [text for key, value in OPTIONS.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "gshare.cli.main", "finetune", "--model", str(tiny_checkpoint)),
+            *("--base-dtype", "fp32", "--device", "cpu", *flags),
+            *(word for name in ("a", "poison", "b") for word in ("--adapter", f"{name}.jsonl:out/{name}")),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("40/40  completed") == 2
+    (end,) = [line for line in done.stdout.splitlines() if line.split()[1:2] == ["poison"]]
+    assert "failed" in end
+    assert not Path("out/poison/adapter_model.safetensors").exists()
+    for name in ("a", "b"):
+        fused = Path(f"out/{name}/adapter_model.safetensors").read_bytes()
+        assert fused == train_alone(tiny_checkpoint, name)
