@@ -203,7 +203,7 @@ def repair() -> int:
 def _devices(ledger: Ledger, text: str | None) -> tuple[Device, ...] | None:
     if text is None:
         return None
-    return find_devices(text, ledger.source.devices(), note=ledger.source.note, what="--gpu")
+    return find_devices(text, ledger.list_devices(), note=ledger.source.note, what="--gpu")
 
 
 def _one_line(text: str) -> str:

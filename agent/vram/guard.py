@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.trace import Tracer
 from gshare.agent.vram.devices import Device, DeviceReading
 from gshare.agent.vram.identify import visible_devices
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
@@ -93,6 +94,11 @@ class Reservation:
     @property
     def budget_mb(self) -> int:
         return self._grant.row.budget_mb
+
+    @property
+    def tracer(self) -> Tracer:
+        """The ledger's: what watches the reservation's use is a cost of sharing too."""
+        return self._ledger.tracer
 
     @property
     def is_open(self) -> bool:
@@ -246,7 +252,7 @@ def reserve(
 
 def candidates(ledger: Ledger, devices: Sequence[Device] | None) -> tuple[Device, ...]:
     """The devices that a request may go to. UsageError when CUDA_VISIBLE_DEVICES leaves none."""
-    found = tuple(devices) if devices is not None else visible_devices(ledger.source.devices())
+    found = tuple(devices) if devices is not None else visible_devices(ledger.list_devices())
     if not found:
         raise UsageError("CUDA_VISIBLE_DEVICES leaves no device; unset it, or name one with --gpus")
     return found

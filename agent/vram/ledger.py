@@ -86,10 +86,11 @@ class Ledger:
         tracer: Tracer = DISABLED,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self.directory = directory if directory is not None else ledger_directory(environ)
-        self.source = source if source is not None else open_devices(environ)
         self.tracer = tracer
-        self._factor = configured_factor(config_file(environ))
+        with tracer.span("VramQuery"), tracer.phase("vram_qry"):
+            self.directory = directory if directory is not None else ledger_directory(environ)
+            self.source = source if source is not None else open_devices(environ)
+            self._factor = configured_factor(config_file(environ))
 
     def factor(self, device: Device) -> float:
         """The part of the device that may be reserved."""
@@ -131,7 +132,8 @@ class Ledger:
                 with locked(self.directory, self.tracer) as store, self.tracer.phase("ledger_wr"):
                     _leave(store, place)
             except GshareError:
-                _give_up(place)
+                with self.tracer.phase("lock_rel"):
+                    _give_up(place)
 
     def change(self, grant: Grant, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
         """Rewrite the holder's row as `change` makes it, and keep the result in `grant`.
@@ -151,7 +153,8 @@ class Ledger:
                     if not isinstance(decision, Admit):
                         text = f"reservation {grant.row.id} cannot grow: {decision.reason}"
                         raise RetryLater(text) if isinstance(decision, Wait) else GshareError(text)
-                    self._count_passes(store, view, decision.passes)
+                    with self.tracer.phase("ledger_wr"):
+                        self._count_passes(store, view, decision.passes)
                 row = change(grant.row)
                 with self.tracer.phase("ledger_wr"):
                     _write_row(store, grant, row)
@@ -166,13 +169,14 @@ class Ledger:
                         store.remove(f"row-{grant.row.id}.life")
             finally:
                 if grant.life is not None:
-                    release_lock(grant.life)
+                    with self.tracer.phase("lock_rel"):
+                        release_lock(grant.life)
                     grant.life = None
 
     def look(self) -> tuple[View, dict[str, DeviceReading]]:
         """Everything that stands in the ledger, cleaned, and a reading of every device."""
-        readings = self.read_devices(self.source.devices())
-        with locked(self.directory, self.tracer) as store:
+        readings = self.read_devices(self.list_devices())
+        with self.tracer.span("LedgerCleanup"), locked(self.directory, self.tracer) as store:
             return self.view(store, now(), readings), readings
 
     def find(self, view: View, prefix: str) -> Row:
@@ -215,6 +219,11 @@ class Ledger:
                 raise GshareError(text) from None
             return row
 
+    def list_devices(self) -> tuple[Device, ...]:
+        """Every device of this host."""
+        with self.tracer.span("VramQuery"), self.tracer.phase("vram_qry"):
+            return self.source.devices()
+
     def read_devices(self, devices: Sequence[Device]) -> dict[str, DeviceReading]:
         """One look at each device, by UUID; takes no lock."""
         with self.tracer.span("VramQuery", devices=len(devices)), self.tracer.phase("vram_qry"):
@@ -236,10 +245,12 @@ class Ledger:
         """The device as a decision sees it, given one look."""
         reading = readings[device.uuid]
         rows = [row for row in view.rows if row.gpu_uuid == device.uuid]
+        with self.tracer.span("VramQuery"):
+            outside = outside_mb(reading, rows, Owners(rows))
         return DeviceState(
             uuid=device.uuid,
             total_mb=reading.total_mb,
-            outside_mb=outside_mb(reading, rows, Owners(rows)),
+            outside_mb=outside,
             reserve_factor=self.factor(device),
             problem=reading.problem,
         )

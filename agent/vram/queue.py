@@ -53,7 +53,8 @@ def wait_for(ledger: Ledger, wanted: Wanted, *, timeout_s: float, on_wait: OnWai
     told: tuple[int, str] | None = None
     try:
         while True:
-            stamp = _stamp(ledger)
+            with ledger.tracer.span("WaitPoll"), ledger.tracer.phase("wait_poll"):
+                stamp = _stamp(ledger)
             answer = ledger.reserve(wanted, place=place, join_s=join_s)
             if isinstance(answer, Grant):
                 place = None

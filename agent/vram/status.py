@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+from collections.abc import Mapping
 
 import msgspec
 from gshare.agent.vram.clock import Now, now
@@ -85,9 +86,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def status(ledger: Ledger) -> Status:
     """One look, cleaned as every operation does. GshareError when the ledger cannot be used."""
-    view, readings = ledger.look()
-    at = now()
-    devices = ledger.source.devices()
+    with ledger.tracer.span("LedgerCleanup"):
+        view, readings = ledger.look()
+        return _status(ledger, view, readings, now())
+
+
+def _status(ledger: Ledger, view: View, readings: Mapping[str, DeviceReading], at: Now) -> Status:
+    devices = [device for device in ledger.list_devices() if device.uuid in readings]
     known = {device.uuid for device in devices}
     shown = tuple(_device(ledger, device, view, readings[device.uuid], at) for device in devices)
     return Status(

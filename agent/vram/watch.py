@@ -126,10 +126,11 @@ class Watcher:
     def _used(self, child: int) -> int | None:
         if not self.can_see:
             return None
-        if self._reservation.device.memory_type == "cpu":
-            return resident_mb(child)
-        reading = self._reservation.read_device()
-        return used_by_row(reading, self._reservation.id, Owners([self._reservation.row]))
+        with self._reservation.tracer.span("VramQuery"):
+            if self._reservation.device.memory_type == "cpu":
+                return resident_mb(child)
+            reading = self._reservation.read_device()
+            return used_by_row(reading, self._reservation.id, Owners([self._reservation.row]))
 
 
 def resident_mb(pid: int) -> int:
