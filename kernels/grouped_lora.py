@@ -30,6 +30,17 @@ def _dropped_input(x: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
     return rows * slot.keep(index, rows.shape[1])
 
 
+def _product(rows: torch.Tensor, w: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
+    """rows (tokens of the slot, n) @ w (n, m), each sequence with the bits it has alone.
+
+    MKL in strict mode multiplies rows independently whatever their number; cuBLAS does not for such thin
+    matrices, so there each sequence is a product of its own.
+    """
+    if not rows.is_cuda:
+        return rows @ w
+    return torch.cat([rows[a - slot.start : b - slot.start] @ w for a, b in slot.sequences])
+
+
 def _whole_input(x: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
     if slot.keep is None:
         return x[slot.start : slot.end]
@@ -40,9 +51,9 @@ def lora_forward_reference(x: torch.Tensor, y: torch.Tensor, slots: Sequence[Lor
     """Adds every slot's path to y (T, N) in place; returns each slot's scaled S (tokens, r)."""
     saved = []
     for slot in slots:
-        s = _whole_input(x, slot) @ slot.a.t()
+        s = _product(_whole_input(x, slot), slot.a.t(), slot)
         s = s * (slot.scaling / slot.keep_probability)
-        y[slot.start : slot.end] += s @ slot.b.t()
+        y[slot.start : slot.end] += _product(s, slot.b.t(), slot)
         saved.append(s)
     return saved
 
@@ -60,8 +71,8 @@ def lora_backward_reference(
         assert grad_a is not None
         assert grad_b is not None
         dy_slot = dy[slot.start : slot.end]
-        ds = (dy_slot @ slot.b) * (slot.scaling / slot.keep_probability)
-        d_input = ds @ slot.a if dx is not None else None
+        ds = _product(dy_slot, slot.b, slot) * (slot.scaling / slot.keep_probability)
+        d_input = _product(ds, slot.a, slot) if dx is not None else None
         for index, (first, last) in enumerate(slot.sequences):
             a, b = first - slot.start, last - slot.start
             # clone(): a fresh, aligned operand, so that the bits are those of the sequence alone

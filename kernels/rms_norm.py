@@ -10,12 +10,13 @@ between vector and scalar code.
 from __future__ import annotations
 
 import torch
+from gshare.kernels.row_sum import row_sum_reference
 
 
 def rms_norm_reference(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x (…, H) → y (…, H) in x's dtype and rstd (…, 1) in fp32."""
     wide = x.float()
-    rstd = 1.0 / torch.sqrt((wide * wide).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    rstd = 1.0 / torch.sqrt(row_sum_reference(wide * wide) / x.shape[-1] + eps)
     return rms_norm_apply_reference(x, w, rstd), rstd
 
 
@@ -29,6 +30,6 @@ def rms_norm_backward_reference(
 ) -> torch.Tensor:
     """dx (…, H) in x's dtype."""
     wide, g = x.float(), w.float() * dy.float()
-    dot = (wide * g).sum(-1, keepdim=True)
+    dot = row_sum_reference(wide * g)
     coefficient = rstd * rstd * rstd * dot / x.shape[-1]
     return (rstd * g - wide * coefficient).to(x.dtype)

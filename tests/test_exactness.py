@@ -21,7 +21,7 @@ from gshare.agent.train.audit import Trace, audit
 from gshare.agent.train.engine import Engine, Part, Row
 from gshare.agent.train.rounds import Rounds, StepWork
 from gshare.kernels.backend import ReferenceBackend
-from toy import changed, make_runner, random_rows, request, tiny_base, train
+from toy import BASE_DTYPE, DEVICE, changed, make_runner, random_rows, request, tiny_base, train
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,7 @@ def test_7_a_neighbour_full_of_nan_or_inf(bench: Bench, base: Base, value: float
     victim = runner.jobs()[1].adapter
     for key, _ in victim.arena.matrices(victim.name):
         victim.arena.view("params", victim.name, key).fill_(value)
+    victim.arena.publish(victim.name)
     while runner.run_round():
         pass
     runner.close()
@@ -350,14 +351,14 @@ def test_every_adapter_moves_and_nobody_else_s_does(bench: Bench, base: Base) ->
 def test_16_the_control_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """With split-K switched on for large batches the audit must notice; without it must pass."""
     jobs = [request(tmp_path, f"job{i}", data_seed=i, r=4 * (i + 1), max_steps=3) for i in range(3)]
-    run = RunSpec(model=str(tiny_checkpoint), base_dtype="fp32")
+    run = RunSpec(model=str(tiny_checkpoint), base_dtype=BASE_DTYPE)
 
     def report(exact: bool):
         return audit(
             run,
             jobs,
             model_dir=tiny_checkpoint,
-            device="cpu",
+            device=DEVICE,
             backend_factory=lambda: ReferenceBackend(exact=exact),
             directory=tmp_path / str(exact),
         )
@@ -373,11 +374,11 @@ def test_16_the_control_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
 def test_an_audit_that_never_packed_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
     report = audit(
         RunSpec(
-            model=str(tiny_checkpoint), base_dtype="fp32", schedule="round_robin", max_adapters_per_pass=1
+            model=str(tiny_checkpoint), base_dtype=BASE_DTYPE, schedule="round_robin", max_adapters_per_pass=1
         ),
         [request(tmp_path, name, max_steps=2) for name in ("a", "bb")],
         model_dir=tiny_checkpoint,
-        device="cpu",
+        device=DEVICE,
         backend_factory=ReferenceBackend,
         directory=tmp_path,
     )

@@ -214,7 +214,7 @@ def _splits_above(limit: int):
 def test_a_product_that_splits_k_is_run_in_tiles() -> None:
     """A library that splits K above 100 rows: found, and the tiled plan restores the property."""
     product, w = _splits_above(100), torch.randn(48, 96)
-    x = torch.randn(max(CHECK_ROWS), 96)
+    x = torch.randn(max(CHECK_ROWS["cpu"]), 96)
     assert not torch.equal(product(x[:7], w), product(x, w)[:7])
     assert choose_plan("linear", product, x, w) == "tiled"
     tiled = in_tiles(product, x, w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from gshare.agent.train.runner import Runner
 from gshare.kernels.backend import Backend, ReferenceBackend
 
 VOCABULARY = 90
+#: Where the toy runs: the suite on "cpu"; a person with a GPU sets GSHARE_TEST_DEVICE=cuda.
+DEVICE = os.environ.get("GSHARE_TEST_DEVICE", "cpu")
+#: fp32 everywhere but in a person's run on a GPU, where bf16, int8 and nf4 are worth trying too.
+BASE_DTYPE = os.environ.get("GSHARE_TEST_BASE_DTYPE", "fp32")
 
 
 def random_rows(
@@ -103,8 +108,8 @@ def request(
     )
 
 
-def tiny_base(checkpoint: Path, base_dtype: str = "fp32") -> Base:
-    return load_base(checkpoint, base_dtype=base_dtype, device=torch.device("cpu"))
+def tiny_base(checkpoint: Path, base_dtype: str = BASE_DTYPE) -> Base:
+    return load_base(checkpoint, base_dtype=base_dtype, device=torch.device(DEVICE))
 
 
 def train(
@@ -120,7 +125,7 @@ def train(
 ) -> dict[str, Trace]:
     """Train together in `directory` and return what the promise covers, per job."""
     traces, _ = run_jobs(
-        RunSpec(model=str(checkpoint), base_dtype="fp32", **run),
+        RunSpec(model=str(checkpoint), base_dtype=base.base_dtype, **run),
         requests,
         model_dir=checkpoint,
         base=base,
@@ -148,7 +153,7 @@ def make_runner(
         schedule=schedule,
         max_tokens_per_pass=max_tokens,
         max_adapters_per_pass=max_adapters,
-        device="cpu",
+        device=str(base.device),
         on_event=on_event,
         on_pass=lambda in_flight: None,
         backend=backend or ReferenceBackend(),
