@@ -15,6 +15,8 @@ import psutil
 MemoryType = Literal["discrete", "unified", "cpu"]
 #: `no_memory_info`: the driver answers N/A. `lost`: the card has fallen off the bus. `failed`: anything else.
 ReadingState = Literal["ok", "no_memory_info", "lost", "failed"]
+#: Who may have a context on the device; NVML's names. None: the driver does not say.
+ComputeMode = Literal["DEFAULT", "EXCLUSIVE_THREAD", "PROHIBITED", "EXCLUSIVE_PROCESS"]
 
 #: The one device of a machine without a GPU: its main memory.
 CPU_UUID = "CPU"
@@ -63,6 +65,8 @@ class DeviceSource(Protocol):
 
     def read(self, device: Device) -> DeviceReading: ...
 
+    def compute_mode(self, device: Device) -> ComputeMode | None: ...
+
 
 class HostMemory:
     """A machine whose only memory is the CPU's: no GPU, or one Tegra board that NVML does not show."""
@@ -76,6 +80,9 @@ class HostMemory:
 
     def read(self, device: Device) -> DeviceReading:
         return read_host_memory()
+
+    def compute_mode(self, device: Device) -> ComputeMode | None:
+        return None
 
 
 def read_host_memory() -> DeviceReading:

@@ -18,7 +18,7 @@ import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.vram.clock import Now, holder, now
-from gshare.agent.vram.devices import Device, DeviceReading, DeviceSource
+from gshare.agent.vram.devices import ComputeMode, Device, DeviceReading, DeviceSource
 from gshare.agent.vram.machine import (
     Admit,
     Decision,
@@ -228,6 +228,11 @@ class Ledger:
         """One look at each device, by UUID; takes no lock."""
         with self.tracer.span("VramQuery", devices=len(devices)), self.tracer.phase("vram_qry"):
             return {device.uuid: self.source.read(device) for device in devices}
+
+    def compute_mode(self, device: Device) -> ComputeMode | None:
+        """Who may have a context on the device; None when the driver does not say. Takes no lock."""
+        with self.tracer.span("VramQuery"), self.tracer.phase("vram_qry"):
+            return self.source.compute_mode(device)
 
     def view(self, store: Store, at: Now, readings: Mapping[str, DeviceReading]) -> View:
         """Read and clean under the lock. A device not asked about is read only for a dead row on it."""

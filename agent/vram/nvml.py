@@ -13,12 +13,26 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from gshare.agent.vram.devices import Device, DeviceReading, ProcessUse, ReadingState, read_host_memory
+from gshare.agent.vram.devices import (
+    ComputeMode,
+    Device,
+    DeviceReading,
+    ProcessUse,
+    ReadingState,
+    read_host_memory,
+)
 
 #: Inode of /proc/self/ns/pid in the host's own namespace: PROC_PID_INIT_INO, linux/proc_ns.h.
 HOST_PID_NAMESPACE = 0xEFFFFFFC
 #: 16 TiB. NVML marks "not available" with 2^64 - 1 in places.
 _MAX_BYTES = 1 << 44
+#: nvmlComputeMode_t, nvml.h.
+_COMPUTE_MODES: dict[int, ComputeMode] = {
+    0: "DEFAULT",
+    1: "EXCLUSIVE_THREAD",
+    2: "PROHIBITED",
+    3: "EXCLUSIVE_PROCESS",
+}
 
 
 class NoNvml(Exception):
@@ -73,6 +87,17 @@ class NvmlDevices:
             )
         processes = self._processes(handle) if self._host_pids else None
         return DeviceReading(total_mb=total, used_mb=used, processes=processes)
+
+    def compute_mode(self, device: Device) -> ComputeMode | None:
+        """Who may have a context there; None when the driver does not say (lost card, MIG slice, Jetson)."""
+        nvml = self._nvml
+        handle = self._handles.get(device.uuid)
+        if handle is None:
+            return None
+        try:
+            return _COMPUTE_MODES.get(nvml.nvmlDeviceGetComputeMode(handle))
+        except nvml.NVMLError:
+            return None
 
     def _init_fault(self, error: Any) -> str:
         nvml = self._nvml

@@ -8,6 +8,7 @@
     mig = false
     used_by_others_mb = 0           # memory of programs outside the ledger
     state = "ok"                    # ok | no_memory_info | lost | failed
+    compute_mode = "DEFAULT"        # DEFAULT | EXCLUSIVE_THREAD | PROHIBITED | EXCLUSIVE_PROCESS
     processes = [{ pid = 4711, used_mb = 300 }]     # what the driver would list
 
 The file is read again whenever it changes.
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.names import nearest
-from gshare.agent.vram.devices import Device, DeviceReading, ProcessUse, ReadingState
+from gshare.agent.vram.devices import ComputeMode, Device, DeviceReading, ProcessUse, ReadingState
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +49,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     mig: bool = False
     used_by_others_mb: int = 0
     state: ReadingState = "ok"
+    compute_mode: ComputeMode = "DEFAULT"
     processes: tuple[SimulatedProcess, ...] = ()
 
 
@@ -89,6 +91,11 @@ class SimulatedDevices:
         used = table.used_by_others_mb + sum(process.used_mb or 0 for process in listed)
         others = (ProcessUse(OTHERS_PID, table.used_by_others_mb),) if table.used_by_others_mb else ()
         return DeviceReading(total_mb=table.total_mb, used_mb=used, processes=(*others, *listed))
+
+    def compute_mode(self, device: Device) -> ComputeMode | None:
+        self._load()
+        table = self._tables.get(device.uuid)
+        return table.compute_mode if table is not None and table.state == "ok" else None
 
     def _load(self) -> None:
         try:

@@ -4,6 +4,7 @@
     row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
     wait-ID.json        one queued request    wait-ID.life   the same
     lease-ID.json       a reservation without a process; it runs out instead
+    mps-ID.json         the part of the GPU's threads that this reservation's process has under MPS
     passes-UID.json     how often this user's requests passed each waiter
     quarantine/         damaged rows that `gpu repair` took out
 

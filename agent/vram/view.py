@@ -66,6 +66,8 @@ def read_view(store: Store, now: Now, readings: Readings) -> View:
         elif suffix == "life" and kind in ("row", "wait") and f"{kind}-{stem}.json" not in present:
             if store.life(name) == "free":
                 store.remove(name)
+        elif kind == "mps" and f"row-{stem}.json" not in present:
+            store.remove(name)  # the share of a reservation that is gone
         elif suffix == "json" and kind == "row":
             _take_row(view, store, stem, readings)
         elif suffix == "json" and kind == "lease":
