@@ -36,6 +36,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+#: What the extra `train` brings; the base install has a command line without it.
+TRAIN_EXTRA = (
+    *("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "huggingface_hub"),
+    *("gguf", "jinja2", "pyarrow"),
+)
+INSTALL = "pip install 'gshare[train]'"
 STDOUT = 1  # its file descriptor
 ABOUT = "Train many LoRA adapters on one frozen base at once, each with the bits it would have had alone."
 
@@ -78,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_SIGINT)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in TRAIN_EXTRA:
+            return _fail(f"{error.name} is not installed; this command needs {INSTALL}", EXIT_FAILURE)
+        return _unexpected(error)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return _leave_quietly()

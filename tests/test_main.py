@@ -109,6 +109,32 @@ def test_os_error_names_the_file(command: Callable[..., None], capsys: pytest.Ca
     assert capsys.readouterr().err == "gshare: /nowhere/at/all: No such file or directory\n"
 
 
+@pytest.mark.parametrize("module", ["torch", "huggingface_hub.utils"])
+def test_a_missing_extra_says_how_to_install_it(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str], module: str
+) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    command(fail)
+    assert frame.main(["doctor"]) == 1
+    message = f"gshare: {module} is not installed; this command needs pip install 'gshare[train]'\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_missing_module_of_ours_is_unexpected(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Negative control: installing the extra would not help."""
+
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'gshare.nothing'", name="gshare.nothing")
+
+    command(fail)
+    assert frame.main(["doctor"]) == 1
+    assert "unexpected error" in capsys.readouterr().err
+
+
 def test_a_broken_socket_is_not_quiet(
     command: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
