@@ -8,11 +8,14 @@ back one shared object that does nothing and never reads a clock.
     with tracer.span("LedgerReserve", budget_mb=8192), tracer.phase("lock_acq"): ...
     tracer.write_chrome(Path("trace.json"))      # chrome://tracing, ui.perfetto.dev
 
-Format: Chrome's Trace Event Format, complete events ("ph": "X"), times in microseconds.
+A run keeps its trace in a file (`trace_file.py`), which `gshare gpu trace` shows.
+
+Format of the export: Chrome's Trace Event Format, complete events ("ph": "X"), times in microseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -27,6 +30,9 @@ from typing import NamedTuple
 PHASES = ("lock_acq", "ledger_rd", "vram_qry", "ledger_wr", "lock_rel", "wait_poll")
 #: Operations of the ledger: what sharing a device costs.
 SHARING_SPANS = ("LedgerReserve", "LedgerCleanup", "VramQuery", "WaitPoll", "LedgerRelease")
+#: Of these, the one in which nothing is done: the wait for a neighbour to give memory back. It is shown by
+#: itself: a job that waits an hour for its turn has not been slowed down by the ledger.
+WAIT_SPAN = "WaitPoll"
 #: One training step with everything in it: what the cost of sharing is measured against.
 STEP_SPAN = "TrainStep"
 
@@ -46,7 +52,7 @@ class Event(NamedTuple):
     start_ns: int
     duration_ns: int
     thread: int
-    outermost: bool  # a span inside no other span of its thread
+    outermost: bool  # a span of SHARING_SPANS inside no other of them in its thread; of the others, likewise
     detail: dict[str, object]
 
 
@@ -74,7 +80,7 @@ class _Running:
         self._tracer, self._kind, self._name, self._detail = tracer, kind, name, detail
 
     def __enter__(self) -> None:
-        self._outermost = self._kind == "span" and self._tracer.enter()
+        self._outermost = self._kind == "span" and self._tracer.enter(self._name)
         self._start = self._tracer.clock()
 
     def __exit__(
@@ -82,7 +88,7 @@ class _Running:
     ) -> None:
         duration = self._tracer.clock() - self._start
         if self._kind == "span":
-            self._tracer.leave()
+            self._tracer.leave(self._name)
         if error is not None:
             self._detail["error"] = type(error).__name__
         thread = threading.get_native_id()
@@ -110,14 +116,19 @@ class Tracer:
         """One part of an operation."""
         return _Running(self, "phase", name, {})
 
-    def enter(self) -> bool:
-        """Count one span in; whether it is its thread's outermost."""
-        depth = getattr(self._depth, "value", 0)
-        self._depth.value = depth + 1
+    def enter(self, name: str) -> bool:
+        """Count one span in; whether it is its thread's outermost, sharing and other spans apart.
+
+        Apart, so that what the ledger does inside a training step is found inside it.
+        """
+        kind = "sharing" if name in SHARING_SPANS else "other"
+        depth = getattr(self._depth, kind, 0)
+        setattr(self._depth, kind, depth + 1)
         return depth == 0
 
-    def leave(self) -> None:
-        self._depth.value -= 1
+    def leave(self, name: str) -> None:
+        kind = "sharing" if name in SHARING_SPANS else "other"
+        setattr(self._depth, kind, getattr(self._depth, kind) - 1)
 
     def add(self, event: Event) -> None:
         if len(self._events) == self._events.maxlen:
@@ -128,6 +139,15 @@ class Tracer:
         """Forget what was collected: after a warm-up."""
         self._events.clear()
         self.dropped = 0
+
+    def drain(self) -> tuple[list[Event], int]:
+        """Take everything that was collected out, in the order it ended, and how many had been dropped."""
+        taken: list[Event] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._events.popleft())
+        dropped, self.dropped = self.dropped, 0
+        return taken, dropped
 
     @property
     def events(self) -> list[Event]:
@@ -143,7 +163,7 @@ class Tracer:
 
     def write_chrome(self, path: Path) -> None:
         """Write the trace for chrome://tracing and Perfetto."""
-        path.write_text(json.dumps(chrome_trace(self._events)), encoding="utf-8")
+        path.write_text(json.dumps(chrome_trace(self.events)), encoding="utf-8")
 
 
 class Disabled(Tracer):
@@ -168,9 +188,9 @@ def _no_clock() -> int:
 DISABLED = Disabled()
 
 
-def chrome_trace(events: Iterable[Event]) -> dict[str, object]:
-    """Events in Chrome's Trace Event Format; `ts` and `dur` are microseconds."""
-    pid = os.getpid()
+def chrome_trace(events: Iterable[Event], *, pid: int | None = None, epoch_ns: int = 0) -> dict[str, object]:
+    """Events in Chrome's Trace Event Format; `ts` and `dur` are microseconds, `ts` from `epoch_ns` on."""
+    pid = os.getpid() if pid is None else pid
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [
@@ -178,7 +198,7 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, object]:
                 "ph": "X",
                 "cat": event.kind,
                 "name": event.name,
-                "ts": event.start_ns / 1e3,
+                "ts": (event.start_ns + epoch_ns) / 1e3,
                 "dur": event.duration_ns / 1e3,
                 "pid": pid,
                 "tid": event.thread,
@@ -190,10 +210,11 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, object]:
 
 
 class SharingReport(NamedTuple):
-    """What sharing cost beside the steps it served, in milliseconds."""
+    """What sharing cost beside the steps it served, in milliseconds; `waiting_ms` is not a part of it."""
 
     sharing_ms: float
     step_ms: float
+    waiting_ms: float = 0.0
 
     @property
     def overhead(self) -> float:
@@ -213,12 +234,14 @@ class SharingReport(NamedTuple):
 
 def sharing_report(events: Iterable[Event]) -> SharingReport:
     """Separate the ledger's time from the steps'. Spans inside a ledger span count once."""
-    sharing = step = 0
+    sharing = step = waiting = 0
     for event in events:
         if event.kind != "span":
             continue
         if event.name == STEP_SPAN:
             step += event.duration_ns
+        elif event.name == WAIT_SPAN:
+            waiting += event.duration_ns
         elif event.name in SHARING_SPANS and event.outermost:
             sharing += event.duration_ns
-    return SharingReport(sharing / 1e6, step / 1e6)
+    return SharingReport(sharing / 1e6, step / 1e6, waiting / 1e6)

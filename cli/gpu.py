@@ -5,6 +5,7 @@
     gshare gpu hold --vram 8 --for 2h [--pid PID]      gshare gpu hold --renew ID --for 2h
     gshare gpu release ID
     gshare gpu repair
+    gshare gpu trace RUN [--export trace.json]
 
 `--vram 8` is GiB; 8GiB and 8000MiB are understood too. GSHARE_DEVICES names a file of simulated devices.
 """
@@ -33,6 +34,7 @@ from gshare.agent.vram.watch import run_program
 from gshare.cli.gpu_view import render
 
 app = App(name="gpu", help="Who has reserved which GPU's memory; any program under a reservation.")
+app.command("gshare.cli.gpu_trace:trace", name="trace", help="Where a run's time went; what sharing cost.")
 
 #: `--watch` looks this often (seconds).
 WATCH_S = 1.0

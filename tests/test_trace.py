@@ -120,6 +120,35 @@ def test_above_5_percent_of_step_time_sharing_is_falsified() -> None:
     assert "51.00 ms of sharing in 1000.00 ms" in bad.verdict
 
 
+def test_the_queue_is_shown_and_is_no_overhead() -> None:
+    report = sharing_report(spans((STEP_SPAN, 1000, True), ("WaitPoll", 9000, True), ("VramQuery", 10, True)))
+    assert (report.waiting_ms, report.sharing_ms, report.overhead) == (9000.0, 10.0, 0.01)
+
+
+def test_what_the_ledger_does_inside_a_step_is_overhead_too() -> None:
+    tracer = Tracer(Clock())
+    with (
+        tracer.span(STEP_SPAN),
+        tracer.span("LedgerReserve"),
+        tracer.span("VramQuery"),
+        tracer.phase("vram_qry"),
+    ):
+        pass
+    report = sharing_report(tracer.events)
+    assert (report.sharing_ms, report.step_ms) == (5.0, 7.0)
+
+
+def test_draining_takes_everything_once() -> None:
+    tracer = Tracer(Clock(), max_events=2)
+    for _ in range(3):
+        with tracer.phase("lock_acq"):
+            pass
+    events, dropped = tracer.drain()
+    assert ([event.name for event in events], dropped) == (["lock_acq"] * 2, 1)
+    assert tracer.drain() == ([], 0)
+    assert DISABLED.drain() == ([], 0)
+
+
 def test_spans_inside_a_ledger_span_count_once_and_phases_and_other_spans_do_not() -> None:
     nested = spans(
         (STEP_SPAN, 100, True), ("VramQuery", 4, False), ("LedgerReserve", 5, True), ("Other", 90, True)
