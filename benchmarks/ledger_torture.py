@@ -19,6 +19,7 @@ Exit code 0 when every gate holds, 1 when one fails.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -53,6 +54,9 @@ NO_CONFIG = {"XDG_CONFIG_HOME": "/nonexistent"}
 MEDIAN_LIMIT_MS = 3.0
 P99_LIMIT_MS = 50.0
 PAUSE_S = 0.05
+
+#: linux/prctl.h: the signal that a process gets when its parent ends.
+PR_SET_PDEATHSIG = 1
 
 # One record an operation, in 64-bit words: MiB, acquired (ns), given back (ns). Then one line a worker.
 _RECORD = 3
@@ -133,12 +137,20 @@ class Outcome(NamedTuple):
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child, which never returns into the caller's frames; the child's PID."""
+    """Run `work` in a forked child, which never returns into the caller's frames; the child's PID.
+
+    The child is killed when we end in any way: without the lock a worker may wait for ever for rows that
+    nobody clears, and whoever stops the run by a timeout would leave it behind.
+    """
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(code)  # it ended before that call
         work()
         code = 0
     except BaseException as error:

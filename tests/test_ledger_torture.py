@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from ledger_children import until
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "ledger_torture.py"
 
@@ -34,6 +38,24 @@ def test_without_the_lock_the_same_fails() -> None:
     done = run("--processes", "24", "--operations", "40", "--kills", "0", "--no-lock")
     assert done.returncode == 1, done.stdout
     assert "FAILED" in done.stdout
+
+
+def test_workers_do_not_outlive_a_killed_run() -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "torture", "--processes", "4", "--operations", "100000"]
+    with subprocess.Popen(command, cwd="/", stdout=subprocess.DEVNULL) as run:
+        me = psutil.Process(run.pid)
+        until(lambda: len(me.children()) == 4)
+        workers = me.children()
+        run.kill()
+    until(lambda: not any(map(runs, workers)))
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it is there and no zombie: an orphan waits until init has time for it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_the_sum_of_overlapping_intervals_is_found() -> None:
