@@ -90,6 +90,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random llama checkpoint of two layers with a tokenizer and a chat template; read-only."""
+    pytest.importorskip("torch", reason="a checkpoint needs it")
     from gshare.agent.base.tiny import make_tiny_checkpoint
 
     return make_tiny_checkpoint(tmp_path_factory.mktemp("base") / "tiny-llama")
