@@ -32,18 +32,18 @@ from gshare.agent.service.environment import trainer_environment
 
 os.environ.update(trainer_environment())
 
-import msgspec  # noqa: E402
-import torch  # noqa: E402
-from gshare.agent.base.load import load_base  # noqa: E402
-from gshare.agent.base.resolve import find_demo_model, resolve_model  # noqa: E402
-from gshare.agent.base.weights import Base  # noqa: E402
-from gshare.agent.data.build import build_token_store  # noqa: E402
-from gshare.agent.jobs.events import Event, Stepped  # noqa: E402
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest  # noqa: E402
-from gshare.agent.train.job import JobData  # noqa: E402
-from gshare.agent.train.runner import Runner  # noqa: E402
-from gshare.cli.paths import cache_dir  # noqa: E402
-from gshare.kernels.backend import ReferenceBackend  # noqa: E402
+import msgspec
+import torch
+from gshare.agent.base.load import load_base
+from gshare.agent.base.resolve import find_demo_model, resolve_model
+from gshare.agent.base.weights import Base
+from gshare.agent.data.build import build_token_store
+from gshare.agent.jobs.events import Event, Stepped
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.train.job import JobData
+from gshare.agent.train.runner import Runner
+from gshare.cli.paths import cache_dir
+from gshare.kernels.backend import ReferenceBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-4  # PEFT against gshare, relative, per step
@@ -104,10 +104,22 @@ class TimedBackend(ReferenceBackend):
     def __init__(self) -> None:
         super().__init__()
         self.spent: dict[str, float] = defaultdict(float)
-        for name in (
-            "linear linear_dx lora_forward lora_backward attention attention_backward rms_norm "
-            "rms_norm_apply rms_norm_backward rope rope_backward swiglu swiglu_backward cross_entropy"
-        ).split():
+        for name in [
+            "linear",
+            "linear_dx",
+            "lora_forward",
+            "lora_backward",
+            "attention",
+            "attention_backward",
+            "rms_norm",
+            "rms_norm_apply",
+            "rms_norm_backward",
+            "rope",
+            "rope_backward",
+            "swiglu",
+            "swiglu_backward",
+            "cross_entropy",
+        ]:
             setattr(self, name, self._timed(name, getattr(self, name)))
 
     def _timed(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,8 +329,10 @@ def main() -> int:
             )
             report(cells[-1])
     about = {
-        "work": f"SmolLM2-135M-Instruct fp32, demo rows, batch {options.batch}, {options.steps} timed steps a job",
-        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "work": "SmolLM2-135M-Instruct fp32, demo rows, "
+        f"batch {options.batch}, {options.steps} timed steps a job",
+        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, **_versions("transformers", "peft")},
         "base": base.fingerprint,
     }

@@ -65,7 +65,8 @@ def export(
     if base == "dequantised":
         if trained not in ("nf4", "int8"):
             raise UsageError(
-                f"--base dequantised: {adapter} was trained on {trained or 'an unknown base dtype'}, not nf4 or int8"
+                f"--base dequantised: {adapter} was trained on {trained or 'an unknown base dtype'}, "
+                "not nf4 or int8"
             )
         convert = dequantiser(trained)
     changed = merge_into(
@@ -83,7 +84,8 @@ def export(
     print(f"merged {changed} linears into {into}", file=sys.stderr)
     if convert is None and trained in ("nf4", "int8"):
         print(
-            f"note: the adapter was trained against {trained} weights; --base dequantised merges into exactly those",
+            f"note: the adapter was trained against {trained} weights; "
+            "--base dequantised merges into exactly those",
             file=sys.stderr,
         )
     print(merge)

@@ -55,7 +55,10 @@ def _probabilities(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None
 ) -> torch.Tensor:
-    """One sequence whose last positions are the queries: q (Lq, Hq, D), k and v (Lk, Hkv, D) → (Lq, Hq, D)."""
+    """One sequence whose last positions are the queries.
+
+    q (Lq, Hq, D), k and v (Lk, Hkv, D) → (Lq, Hq, D).
+    """
     queries, heads, _ = q.shape
     kv_heads = k.shape[1]
     mask = causal_mask(queries, k.shape[0], window, q.device)

@@ -6,6 +6,7 @@ each the run is started again with --resume. At the end every byte is what a run
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -72,10 +73,8 @@ def trainer_pids() -> list[int]:
 
 
 def kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def wait_for_progress(process: subprocess.Popen[str], out: str, beyond: int) -> None:

@@ -1,4 +1,4 @@
-"""`gshare generate`, `gshare export` and `gshare audit` on the toy checkpoint, against transformers and PEFT."""
+"""`gshare generate`, `export` and `audit` on the toy checkpoint, against transformers and PEFT."""
 
 from __future__ import annotations
 

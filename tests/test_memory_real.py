@@ -41,7 +41,8 @@ threading.Thread(target=watch, daemon=True).start()
 base = load_base(model, base_dtype="fp32", device=torch.device("cpu"))
 runner = make_runner(model, base)
 for i in range(count):
-    runner.admit(request(folder, f"job{i}", lengths=(40, 40, 40, 40), r=8, max_steps=2, eval_steps=0, save_steps=0))
+    options = {"r": 8, "max_steps": 2, "eval_steps": 0, "save_steps": 0}
+    runner.admit(request(folder, f"job{i}", lengths=(40, 40, 40, 40), **options))
 while runner.run_round():
     pass
 runner.close()

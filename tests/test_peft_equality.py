@@ -42,7 +42,9 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def peft_losses(checkpoint: Path, job: JobRequest, initial: dict[str, torch.Tensor]) -> tuple[list[float], Any]:
+def peft_losses(
+    checkpoint: Path, job: JobRequest, initial: dict[str, torch.Tensor]
+) -> tuple[list[float], Any]:
     """The job by transformers + PEFT + torch.optim.AdamW, one row at a time."""
     spec = job.spec
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")

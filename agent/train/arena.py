@@ -1,7 +1,8 @@
 """The adapter arena: every adapter's A and B matrices, gradients and moments in flat fp32 memory.
 
-One flat tensor a purpose, one contiguous slot an adapter, one offset a matrix. Ranks differ freely: nothing is padded to a common rank. Offsets are multiples of
-64 bytes, so that a matrix has the same alignment in any slot and its bits cannot tell where it lies.
+One flat tensor a purpose, one contiguous slot an adapter, one offset a matrix. Ranks differ freely:
+nothing is padded to a common rank. Offsets are multiples of 64 bytes, so that a matrix has the same
+alignment in any slot and its bits cannot tell where it lies.
 The arena grows by reallocation; views are therefore asked for, never kept over an allocation.
 """
 

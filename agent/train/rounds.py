@@ -125,8 +125,8 @@ class Rounds:
                 largest = max(sum(part.tokens for part in one) for one in passes)
                 if all(sum(len(part.rows) for part in one) == 1 for one in passes):
                     raise OutOfMemory(
-                        f"out of memory with one row of {largest} tokens in the pass; lower max_length or use "
-                        "gradient_checkpointing = true"
+                        f"out of memory with one row of {largest} tokens in the pass; "
+                        "lower max_length or use gradient_checkpointing = true"
                     ) from error
                 self.max_tokens = max(largest // 2, 1)
                 log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)

@@ -403,8 +403,8 @@ class Runner:
             largest = max(int(store.row(i)[0].max()) for i in range(store.n_rows))
             if largest >= known:
                 raise UsageError(
-                    f"adapter {request.spec.name}: {store.meta.source} has token {largest}, outside the model's "
-                    f"vocabulary of {known}; it was tokenised for another model"
+                    f"adapter {request.spec.name}: {store.meta.source} has token {largest}, outside the "
+                    f"model's vocabulary of {known}; it was tokenised for another model"
                 )
 
     def _say(self, level: Literal["info", "warning", "error"], text: str, job: str = "") -> None:
