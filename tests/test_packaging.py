@@ -68,6 +68,23 @@ def test_the_wheel_has_every_module_under_gshare(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_the_sdist_has_only_what_git_has(wheel: Path) -> None:
+    """An environment or a run that lies in the work tree must not be published with it."""
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.split("/", 1)[1] for name in archive.getnames()}
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    assert packed - set(done.stdout.splitlines()) == {"PKG-INFO"}
+
+
 def test_the_wheel_is_pure_and_has_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
