@@ -81,6 +81,8 @@ class Runner:
         self._writer = CheckpointWriter()
         self._jobs: dict[str, Job] = {}
         self._order = 0
+        size = (base.nbytes + base.scratch.nbytes) / 2**20
+        self._say("info", f"base loaded: {model_dir.name}, {base.base_dtype}, {size:,.0f} MiB on {base.device}")
 
     # ------------------------------------------------------------------ commands
 
