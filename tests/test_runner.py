@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import CheckpointSaved, Evaluated, Event, JobChanged, Stepped
@@ -111,6 +112,7 @@ def test_a_diverged_adapter_leaves_the_rotation(
     assert steps["wild"] < 4
     end = next(event for event in log.of(JobChanged) if event.state == "diverged")
     assert "not finite" in end.reason
+    assert "learning_rate" in end.reason
     assert not (tmp_path / "wild" / "adapter_model.safetensors").exists()
 
 
@@ -291,3 +293,73 @@ def test_resumed_under_other_numerics_is_said_and_recorded(
     lines = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["type"] == "fingerprint"] == [2]
     assert log.ends() == {"a": "completed"}
+
+
+def test_weights_that_overflow_in_the_last_step_are_not_a_success(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path
+) -> None:
+    """Loss and gradient are finite, the update is not: diverged, and no file holds what is no number."""
+    log = Log()
+    runner = make_runner(tiny_checkpoint, base, log)
+    runner.admit(request(tmp_path, "wild", learning_rate=1e38, weight_decay=1e3, max_steps=1, save_steps=1))
+    runner.admit(request(tmp_path, "tame", max_steps=1))
+    run_all(runner)
+    assert log.ends() == {"wild": "diverged", "tame": "completed"}
+    assert not list((tmp_path / "wild").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("purpose", ["weights", "moments"])
+def test_an_adapter_that_does_not_fit_is_refused_and_the_arena_is_as_before(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: str
+) -> None:
+    log = Log()
+    runner = make_runner(tiny_checkpoint, base, log)
+    runner.admit(request(tmp_path, "a", max_steps=2))
+    arena = runner.engine.arena
+    region = arena._weights if purpose == "weights" else arena._moments
+
+    def no_memory(needed: int) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(region, "_grow", no_memory)
+        with pytest.raises(GshareError, match="adapter huge: cannot be admitted.*allocate memory"):
+            runner.admit(request(tmp_path, "huge", r=512, max_steps=2))
+    assert len(arena.names()) == 1
+    runner.admit(request(tmp_path, "bb", max_steps=2))
+    run_all(runner)
+    assert log.ends() == {"a": "completed", "bb": "completed"}
+
+
+def test_a_resume_that_would_be_another_job_is_refused(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path
+) -> None:
+    runner = make_runner(tiny_checkpoint, base)
+    runner.admit(request(tmp_path, "flat", max_steps=4))
+    runner.admit(request(tmp_path, "curve", max_steps=4, lr_scheduler_type="cosine"))
+    run_all(runner)
+    runner = make_runner(tiny_checkpoint, base)
+    with pytest.raises(UsageError, match="has done 4 steps already"):
+        runner.admit(request(tmp_path, "flat", max_steps=2, resume=True))
+    with pytest.raises(UsageError, match="laid out over 4 steps"):
+        runner.admit(request(tmp_path, "curve", max_steps=8, lr_scheduler_type="cosine", resume=True))
+    runner.admit(request(tmp_path, "flat", max_steps=6, resume=True))
+    run_all(runner)
+    other = tiny_base(make_tiny_checkpoint(tmp_path / "other", seed=5))
+    runner = make_runner(tmp_path / "other", other)
+    with pytest.raises(UsageError, match="trained on another base"):
+        runner.admit(request(tmp_path, "flat", max_steps=8, resume=True))
+    runner.close()
+
+
+def test_a_damaged_checkpoint_is_told(tiny_checkpoint: Path, base: Base, tmp_path: Path) -> None:
+    runner = make_runner(tiny_checkpoint, base)
+    runner.admit(request(tmp_path, "a", max_steps=4))
+    run_all(runner)
+    for step, expected in ((4, "going on from step 2"), (2, "going on from step 0")):
+        (tmp_path / f"a/checkpoint-{step}/optimizer.safetensors").write_bytes(b"x")
+        log = Log()
+        runner = make_runner(tiny_checkpoint, base, log)
+        runner.admit(request(tmp_path, "a", max_steps=4, resume=True))
+        runner.close()
+        assert any(expected in event.text for event in log if hasattr(event, "text"))

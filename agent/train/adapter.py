@@ -40,14 +40,18 @@ class Adapter:
         self.spec = spec
         self.arena = arena
         self.lowest_layer = min(key.layer for key in shapes)
-        arena.allocate(name, shapes, moments=spec.optim not in _EIGHT_BIT)
         self._eight_bit: dict[MatrixKey, Adam8bitState] = {}
-        for key, shape in shapes.items():
-            if key.side == "A":
-                arena.view("params", name, key).copy_(initial_a(spec.seed, key, shape))
-            if spec.optim in _EIGHT_BIT:
-                self._eight_bit[key] = Adam8bitState.new(shape, device=arena.device)
-        arena.publish(name)
+        arena.allocate(name, shapes, moments=spec.optim not in _EIGHT_BIT)
+        try:
+            for key, shape in shapes.items():
+                if key.side == "A":
+                    arena.view("params", name, key).copy_(initial_a(spec.seed, key, shape))
+                if spec.optim in _EIGHT_BIT:
+                    self._eight_bit[key] = Adam8bitState.new(shape, device=arena.device)
+            arena.publish(name)
+        except BaseException:
+            arena.free(name)
+            raise
 
     def gradient_norm(self) -> float:
         """L2 norm over all matrices in contract order; NaN or inf when any gradient is not finite."""
@@ -82,6 +86,10 @@ class Adapter:
             )
             adamw_step_(param, grad, first, second, step=step, **hyper)
         arena.publish(self.name)
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a number; an update may overflow though loss and gradient did not."""
+        return bool(torch.isfinite(self.arena.flat("params", self.name)).all())
 
     # ------------------------------------------------------------------ state in and out
 

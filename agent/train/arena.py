@@ -85,9 +85,9 @@ class _Region:
         for key, shape in shapes.items():
             offsets[key] = at
             at += _aligned(math.prod(shape))
-        self.slots[name] = Slot(start, length, offsets)
         for flat in self.flat.values():
             flat[start : start + length].zero_()
+        self.slots[name] = Slot(start, length, offsets)
 
     def rows(self, name: str) -> slice:
         slot = self.slots[name]
@@ -109,10 +109,14 @@ class _Region:
         return at
 
     def _grow(self, needed: int) -> None:
+        # All or nothing: an OOM half way leaves every purpose as it was.
+        grown = {
+            purpose: torch.zeros(needed, device=flat.device, dtype=flat.dtype)
+            for purpose, flat in self.flat.items()
+        }
         for purpose, flat in self.flat.items():
-            grown = torch.zeros(needed, device=flat.device, dtype=flat.dtype)
-            grown[: flat.numel()] = flat
-            self.flat[purpose] = grown
+            grown[purpose][: flat.numel()] = flat
+        self.flat = grown
 
 
 class Arena:
@@ -136,8 +140,12 @@ class Arena:
     def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]], *, moments: bool = True) -> None:
         """A zeroed slot for adapter `name`; without `moments` only weights and gradients."""
         self._weights.allocate(name, shapes)
-        if moments:
-            self._moments.allocate(name, shapes)
+        try:
+            if moments:
+                self._moments.allocate(name, shapes)
+        except BaseException:
+            self.free(name)
+            raise
         self._shapes[name] = dict(shapes)
 
     def free(self, name: str) -> None:

@@ -140,6 +140,7 @@ class Job:
         """What a checkpoint keeps beside tensors."""
         return {
             "step": self.step,
+            "total_steps": self.total_steps,
             "tokens": self.tokens,
             "last_loss": _finite(self.last_loss),
             "last_val_loss": _finite(self.last_val_loss),
@@ -158,6 +159,7 @@ class Job:
                     f"adapter {self.name}: {self.output_dir} was trained on other data ({key} differs); "
                     "resume with the same data file, or choose another output_dir"
                 )
+        self._check_length(int(state["step"]), int(state["total_steps"]))
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
         self.last_loss = state["last_loss"]
@@ -166,6 +168,20 @@ class Job:
         self.best_step = int(state["best_step"])
         self.evaluated_step = int(state["evaluated_step"])
         self.saved_step = self.step
+
+    def _check_length(self, done: int, planned: int) -> None:
+        """UsageError when a resume's total steps would make it another job than the one that was begun."""
+        now = self.total_steps
+        if now < done:
+            raise UsageError(
+                f"adapter {self.name}: {self.output_dir} has done {done} steps already, more than the {now} "
+                "asked for; raise max_steps or num_train_epochs"
+            )
+        if now != planned and (self.spec.lr_scheduler_type != "constant" or self.spec.warmup_ratio > 0):
+            raise UsageError(
+                f"adapter {self.name}: its learning rate was laid out over {planned} steps, now there would "
+                f"be {now}; resume with the same length (only a constant rate without warm-up can go on)"
+            )
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.generate import LoadedLora
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.files import publish_dir
 from gshare.kernels import int8, nf4
@@ -23,6 +24,22 @@ _TENSOR = re.compile(
     r"^base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight$"
 )
 Matrices = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_ALPHA = 1e30  # far below fp32's largest
+MAX_RANK = 1 << 16  # PEFT has no bound; files of other tools may be beyond gshare's own 1024
+
+#: Settings of PEFT's LoraConfig that change what an adapter computes, or the base that it was trained on, and
+#: the values that mean "not used"; null and empty do too.
+_UNUSED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA put another base below the adapter; these do not.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"), (False,)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters"), ()),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), ()),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), ()),
+}
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
@@ -35,15 +52,27 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
             )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"{config_path}: cannot be read as an adapter's: {error}") from error
+    rank = _check_config(config, config_path)
+    try:
         tensors = load_file(weights_path)
-    except (ValueError, SafetensorError) as error:
-        raise UsageError(f"{directory}: cannot be read as an adapter: {error}") from error
+    except (ValueError, SafetensorError, OSError) as error:
+        raise UsageError(f"{weights_path}: cannot be read as an adapter's: {error}") from error
     halves: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.match(name)
         if match is None:
             raise UsageError(
                 f"{weights_path}: unexpected tensor {name}; only LoRA of linear layers is supported"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise UsageError(f"{weights_path}: tensor {name} is {tensor.dtype}; only float matrices are read")
+        if tensor.dim() != 2 or tensor.shape[0 if match[3] == "A" else 1] != rank:
+            wanted = f"({rank}, in_features)" if match[3] == "A" else f"(out_features, {rank})"
+            raise UsageError(
+                f"{weights_path}: tensor {name} has shape {tuple(tensor.shape)}; "
+                f"with r {rank} in adapter_config.json it must be {wanted}"
             )
         halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
     incomplete = [key for key, pair in halves.items() if len(pair) != 2]
@@ -52,6 +81,27 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
             f"{weights_path}: lora_A and lora_B do not pair up at {incomplete[:3] or 'any layer'}"
         )
     return config, {key: (pair["A"], pair["B"]) for key, pair in halves.items()}
+
+
+def _check_config(config: object, path: Path) -> int:
+    """The rank; UsageError for a config that asks for anything but plain LoRA of one rank and alpha."""
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: must hold a JSON object")
+    for key, unused in _UNUSED.items():
+        value = config.get(key)
+        if value not in (None, [], {}) and not any(type(value) is type(v) and value == v for v in unused):
+            raise UsageError(
+                f"{path}: {key} is {shorten(value)}, which changes what the adapter computes and is not "
+                "supported; only plain LoRA of linear layers is"
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise UsageError(f"{path}: r must be a whole number from 1 to {MAX_RANK}, not {shorten(rank)}")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _MOST_ALPHA:
+        raise UsageError(f"{path}: lora_alpha must be a finite number, not {shorten(alpha)}")
+    if not isinstance(config.get("use_rslora", False), (bool, type(None))):
+        raise UsageError(f"{path}: use_rslora must be true or false, not {shorten(config['use_rslora'])}")
+    return rank
 
 
 def adapter_scaling(config: dict[str, Any]) -> float:

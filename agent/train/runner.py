@@ -82,7 +82,8 @@ class Runner:
         self._jobs: dict[str, Job] = {}
         self._order = 0
         size = (base.nbytes + base.scratch.nbytes) / 2**20
-        self._say("info", f"base loaded: {model_dir.name}, {base.base_dtype}, {size:,.0f} MiB on {base.device}")
+        what = f"{model_dir.name}, {base.base_dtype}, {size:,.0f} MiB on {base.device}"
+        self._say("info", f"base loaded: {what}")
 
     # ------------------------------------------------------------------ commands
 
@@ -115,8 +116,13 @@ class Runner:
             except BaseException:
                 adapter.close()
                 raise
-        except OSError as error:
-            raise GshareError(f"adapter {name}: {error}") from error
+        except GshareError:
+            raise
+        except Exception as error:
+            # Whatever it is (out of memory, a checkpoint that lies), it is this job's: the others go on.
+            log.exception("job %s was not admitted", name)
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise GshareError(f"adapter {name}: cannot be admitted: {what}") from error
         finally:
             self._on_pass([])
         self._jobs[name] = job
@@ -212,6 +218,7 @@ class Runner:
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)
         if finite:
             job.adapter.update(step=job.step + 1, learning_rate=learning_rate, norm=outcome.grad_norm)
+            finite = job.adapter.is_finite()
         job.step += 1
         job.tokens += outcome.work.tokens
         job.last_loss = outcome.loss
@@ -233,12 +240,21 @@ class Runner:
             return
         self._emit(event)
         if not finite:
-            what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
-            self._end(
-                job,
-                "diverged",
-                f"{what} is not finite at step {job.step}; weights kept as of step {job.step - 1}",
-            )
+            what = "weights are" if math.isfinite(outcome.loss) else "loss is"
+            if math.isfinite(outcome.loss) and not math.isfinite(outcome.grad_norm):
+                what = "gradient norm is"
+            self._diverge(job, what)
+
+    def _diverge(self, job: Job, what: str) -> None:
+        """Nothing more of this job is saved: what is on disk is from when its values were numbers."""
+        kept = (
+            f"its newest checkpoint is of step {job.saved_step}"
+            if job.saved_step > 0
+            else "no checkpoint was due yet"
+        )
+        self._end(
+            job, "diverged", f"{what} not finite at step {job.step}; {kept}; a lower learning_rate may help"
+        )
 
     def _evaluate(self, jobs: Sequence[Job]) -> None:
         with_rows = [job for job in jobs if len(job.data.val_rows)]
@@ -266,7 +282,9 @@ class Runner:
             if not self._record(job, event, type="eval"):
                 continue
             self._emit(event)
-            if best:
+            if not math.isfinite(loss):
+                self._diverge(job, "validation loss is")
+            elif best:
                 self._save(job, "best")
 
     def _after_step(self, job: Job) -> None:
@@ -360,9 +378,16 @@ class Runner:
         """Continue from the newest whole checkpoint; False when there is none yet."""
         remove_leftovers(job.output_dir)
         path = latest_checkpoint(job.output_dir)
+        self._tell_skipped(job, path)
         if path is None:
             return False
         snapshot = load_checkpoint(path)
+        trained_on = snapshot.state["fingerprint"]["base"]
+        if trained_on != self.fingerprint["base"]:
+            raise UsageError(
+                f"adapter {job.name}: {path} was trained on another base (weights {trained_on[:12]}, here "
+                f"{self.fingerprint['base'][:12]}); resume with the same model, or choose another output_dir"
+            )
         try:
             job.adapter.load(snapshot.adapter, snapshot.optimizer)
         except (KeyError, RuntimeError) as error:
@@ -379,6 +404,22 @@ class Runner:
             )
             job.append_metrics({"type": "fingerprint", "step": job.step, "changes": changes})
         return True
+
+    def _tell_skipped(self, job: Job, chosen: Path | None) -> None:
+        """Say when a resume does not start from the newest checkpoint there is."""
+        steps = [
+            int(path.name.removeprefix("checkpoint-"))
+            for path in job.output_dir.glob("checkpoint-*")
+            if path.name.removeprefix("checkpoint-").isdecimal()
+        ]
+        used = int(chosen.name.removeprefix("checkpoint-")) if chosen is not None else 0
+        broken = sorted(step for step in steps if step > used)
+        if broken:
+            self._say(
+                "warning",
+                f"checkpoint-{broken[-1]} in {job.output_dir} is damaged; going on from step {used} instead",
+                job.name,
+            )
 
     # ------------------------------------------------------------------ checks
 
