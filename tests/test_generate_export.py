@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ from gshare.agent.base.decoder import Decoder
 from gshare.agent.base.generate import generate_tokens
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
+from gshare.agent.errors import UsageError
 from gshare.agent.train.peft_files import load_lora, merge, read_adapter
 from gshare.cli.main import main
 from gshare.kernels.backend import ReferenceBackend
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from toy import make_runner, request, tiny_base
 from transformers import AutoModelForCausalLM
 
@@ -164,6 +168,59 @@ def test_bad_input_is_one_message_and_exit_2(
     assert message in said.err
     assert said.out == ""
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"use_rslora": "yes"}, "use_rslora must be true or false"),
+        ({"r": 4}, "with r 4 in adapter_config.json it must be"),
+        *(({"r": r}, "r must be a whole number") for r in (0, None, "x", True, 10**400)),
+        *(({"lora_alpha": alpha}, "lora_alpha must be") for alpha in (None, "x", float("nan"), 10**400)),
+        ([1], "must hold a JSON object"),
+        ("[" * 100_000, "cannot be read as an adapter's"),
+    ],
+)
+def test_an_adapter_that_computes_something_else_is_refused(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: object, message: str
+) -> None:
+    """Merging without DoRA's magnitudes, or with another rank's scaling, would silently be another model."""
+    copy = tmp_path / "copy"
+    shutil.copytree(adapter, copy)
+    config = json.loads((copy / "adapter_config.json").read_text())
+    value = {**config, **change} if isinstance(change, dict) else change
+    (copy / "adapter_config.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    for arguments in (["--to", str(tmp_path / "x")], ["--merge", str(tmp_path / "x"), "--model", "none"]):
+        assert main(["export", str(copy), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a: a.to(torch.int8), "is torch.int8"),
+        (lambda a: a[0], "has shape"),
+        (lambda a: a[:4], "has shape"),
+        (lambda a: a[None], "has shape"),
+    ],
+)
+def test_matrices_that_are_none_are_refused(
+    adapter: Path, tmp_path: Path, damage: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(adapter, copy)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name: damage(tensors[name]).contiguous()}, copy / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match=message):
+        read_adapter(copy)
 
 
 def test_generate_prints_the_answer_only(
