@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from cyclopts import App, Parameter
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, GshareError, Stopped, UsageError
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import nearest
-from gshare.agent.service.client import TrainerClient, TrainerGone
+from gshare.agent.service.client import REPLY_SECONDS, TrainerClient, TrainerGone
 from gshare.agent.service.journal import strict_json
 from gshare.agent.service.protocol import Done, JobStatus, PauseJobs, ResumeJobs, StopJobs
 from gshare.agent.service.registry import collect_dead, finished_jobs, live_trainers
@@ -200,8 +201,8 @@ def _find_again(name: str, since: float) -> Found:
 
 
 @contextlib.contextmanager
-def _connected(trainer: Path) -> Iterator[TrainerClient]:
-    client = TrainerClient(trainer, CLIENT, timeout=ANSWER_SECONDS)
+def _connected(trainer: Path, reply_seconds: float = REPLY_SECONDS) -> Iterator[TrainerClient]:
+    client = TrainerClient(trainer, CLIENT, timeout=ANSWER_SECONDS, reply_seconds=reply_seconds)
     try:
         yield client
     finally:
@@ -231,18 +232,28 @@ def _find(name: str, *, running: bool) -> Found:
     raise UsageError(f"no job named {name}; {hint}")
 
 
+def _jobs_of(trainer: Path) -> tuple[list[Found], str]:
+    """The trainer's jobs, and what is wrong with it."""
+    try:
+        with _connected(trainer, ANSWER_SECONDS) as client:
+            return [Found(status, trainer) for status in client.jobs()], ""
+    except TrainerGone:
+        return [], ""  # it ended just now
+    except GshareError as error:
+        return [], f"trainer {trainer.name} does not answer: {error}"
+
+
 def _find_all() -> list[Found]:
     """Jobs of live trainers, then ended ones, newest first."""
     collect_dead()
     here: list[Found] = []
-    for trainer in live_trainers():
-        try:
-            with _connected(trainer) as client:
-                here += [Found(status, trainer) for status in client.jobs()]
-        except TrainerGone:
-            continue  # it ended just now
-        except GshareError as error:
-            print(f"trainer {trainer.name} does not answer: {error}", file=sys.stderr)
+    trainers = live_trainers()
+    with ThreadPoolExecutor(max_workers=max(1, len(trainers))) as pool:
+        # All at once: several that hang cost no more time than one.
+        for found, problem in pool.map(_jobs_of, trainers):
+            here += found
+            if problem:
+                print(problem, file=sys.stderr)
     known = {job.status.job for job in here}
     ended = [Found(job.status, None, job.ended) for job in finished_jobs() if job.status.job not in known]
     return here + ended[:ENDED_SHOWN]

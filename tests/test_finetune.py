@@ -18,6 +18,7 @@ from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, RUN_TYPES
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
 from gshare.cli import finetune as command
+from gshare.cli import jobs
 from gshare.cli.finetune_flags import AdapterFlags, RunFlags
 from gshare.cli.main import main
 
@@ -302,3 +303,41 @@ def test_aliases_reach_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (adapter.r, adapter.num_train_epochs, adapter.max_length, adapter.learning_rate) == (4, 2, 99, 0.5)
     assert adapter.use_rslora
     assert seen[0].base_dtype == "nf4"
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("detach", ["", "--detach"])
+def test_a_run_without_standard_streams_trains_all_the_same(closed: str, detach: str) -> None:
+    arguments = [sys.executable, "-c", GSHARE, *flags(a="steps=3"), *([detach] if detach else [])]
+    assert subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *arguments], check=False).returncode == 0
+    wait_for(lambda: Path("out/a/adapter_model.safetensors").exists())
+    wait_for(no_trainer_is_left)
+    assert registry.finished_jobs()[0].status.state == "completed"
+
+
+def test_a_trainer_that_hangs_is_named_and_the_others_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        assert gshare(*flags(**{name: LONG}), "--detach")[0] == 0
+    trainers = {}
+    for directory in registry.live_trainers():
+        client = TrainerClient(directory, "test")
+        wait_for(lambda client=client: bool(client.jobs()))
+        trainers[client.jobs()[0].job] = (client.hello.pid, directory.name)
+        client.close()
+    pid, name = trainers["a"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        monkeypatch.setattr(jobs, "ANSWER_SECONDS", 1.0)
+        started = time.monotonic()
+        assert main(["jobs"]) == 0
+        assert time.monotonic() - started < 20  # the hello's own limit is 30 s
+        captured = capsys.readouterr()
+        assert f"trainer {name} does not answer" in captured.err
+        assert [line.split()[0] for line in captured.out.splitlines()[1:]] == ["b"]
+        assert main(["jobs", "stop", "b"]) == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert main(["jobs", "stop", "a"]) == 0
+    wait_for(no_trainer_is_left)

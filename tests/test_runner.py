@@ -323,7 +323,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_arena_is_as_before(
 
     with monkeypatch.context() as patched:
         patched.setattr(region, "_grow", no_memory)
-        with pytest.raises(GshareError, match="adapter huge: cannot be admitted.*allocate memory"):
+        with pytest.raises(GshareError, match=r"adapter huge: cannot be admitted.*allocate memory"):
             runner.admit(request(tmp_path, "huge", r=512, max_steps=2))
     assert len(arena.names()) == 1
     runner.admit(request(tmp_path, "bb", max_steps=2))

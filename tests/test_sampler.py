@@ -98,3 +98,9 @@ def test_steps_outside_the_run() -> None:
     for step in (-1, 9):
         with pytest.raises(IndexError):
             make(10).step_rows(step)
+
+
+@pytest.mark.parametrize("epochs", [1e18, 1e300, 1e308, float("inf"), float("nan")])
+def test_a_step_count_beyond_64_bits_is_refused(epochs: float) -> None:
+    with pytest.raises(UsageError, match="num_train_epochs"):
+        Sampler(np.arange(100), seed=0, batch_size=1, accumulation=1, num_train_epochs=epochs, max_steps=-1)

@@ -381,3 +381,37 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     from_flags(tmp_path, ["data/a.jsonl:out/a"])
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("num_train_epochs = 1e19", "must be at most 1e+06"),
+        ("num_train_epochs = 1e308", "must be at most 1e+06"),
+        ("num_train_epochs = 1e-300", "must be at least 1e-09"),
+        ("max_steps = 2147483648", "must be at most 2147483647"),
+        ("eval_steps = 9223372036854775807", "must be at most 2147483647"),
+        ("save_steps = 2147483648", "must be at most 2147483647"),
+        ("per_device_train_batch_size = 1048577", "must be at most 1048576"),
+        ("gradient_accumulation_steps = 1048577", "must be at most 1048576"),
+        ("per_device_train_batch_size = 2048\ngradient_accumulation_steps = 1024", "2097152 rows a step"),
+        ("learning_rate = 1e300", "must be at most 1e+06"),
+        ("learning_rate = 1e-320", "must be at least 1e-30"),
+        ("adam_epsilon = 1e-46", "must be at least 1e-30"),
+        ("weight_decay = 1e4", "must be at most 1000"),
+        ("max_grad_norm = 1e300", "must be at most 1e+30"),
+        ("weight = 1e300", "must be at most 1e+09"),
+        ("lora_alpha = 1e300", "must be at most 1e+06"),
+        ("seed = 9223372036854775807", ""),
+        ("max_steps = 2147483647\nnum_train_epochs = 1e6", ""),
+    ],
+)
+def test_numbers_beyond_any_use_are_refused(tmp_path: Path, line: str, part: str) -> None:
+    """A step count beyond 64 bits used to end the client of every job on the trainer."""
+    text = f'model = "m"\n[[adapter]]\ndata = "data/a.jsonl"\noutput_dir = "out/a"\n{line}\n'
+    if not part:
+        assert load(tmp_path, text).adapters
+        return
+    (found,) = faults(tmp_path, text)
+    assert part in found
+    assert "adapter 1" in found

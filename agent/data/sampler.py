@@ -13,6 +13,9 @@ import numpy as np
 from gshare.agent.errors import UsageError
 from numpy.typing import NDArray
 
+#: Step counts go into 64-bit fields of messages and checkpoints; floats below this hold each exactly.
+MAX_STEPS = 2**53
+
 
 class Sampler:
     """Rows by step. `rows` (n,): ids of the training rows; order and ids both matter."""
@@ -36,7 +39,13 @@ class Sampler:
         self._batch = batch_size
         self._per_step = batch_size * accumulation
         self.steps_per_epoch = math.ceil(len(rows) / self._per_step)
-        self.total_steps = max_steps if max_steps > 0 else math.ceil(num_train_epochs * self.steps_per_epoch)
+        steps = float(max_steps) if max_steps > 0 else num_train_epochs * self.steps_per_epoch
+        if not steps <= MAX_STEPS:
+            raise UsageError(
+                f"num_train_epochs {num_train_epochs} with max_steps {max_steps} asks for {steps:g} steps; "
+                f"at most {MAX_STEPS:g} are allowed"
+            )
+        self.total_steps = max_steps if max_steps > 0 else math.ceil(steps)
         if self.total_steps < 1:
             raise UsageError(f"nothing to do: num_train_epochs is {num_train_epochs}, max_steps {max_steps}")
         self._cached: tuple[int, NDArray[np.int64]] | None = None  # the last epoch asked for

@@ -21,7 +21,13 @@ import msgspec
 from gshare.agent.jobs.faults import Faults, TomlFile, check_section, unknown_key
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
-from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, RUN_TYPES, adapter_value, run_value
+from gshare.agent.jobs.spec_rules import (
+    ADAPTER_TYPES,
+    MAX_ROWS_OF_STEP,
+    RUN_TYPES,
+    adapter_value,
+    run_value,
+)
 
 #: Flags that people know under another name, without dashes in front → our key.
 FLAG_ALIASES = {
@@ -277,6 +283,13 @@ def _adapter_values(adapter: _Adapter, faults: Faults) -> dict[str, Any]:
     for key in ("data", "output_dir"):
         if key not in adapter.values:
             faults.add(adapter.where, f"missing key {key!r}")
+    rows = values.get("per_device_train_batch_size", 1) * values.get("gradient_accumulation_steps", 1)
+    if rows > MAX_ROWS_OF_STEP:
+        faults.add(
+            adapter.label("gradient_accumulation_steps"),
+            f"per_device_train_batch_size × gradient_accumulation_steps is {rows} rows a step; "
+            f"at most {MAX_ROWS_OF_STEP} are allowed",
+        )
     if "name" not in adapter.values and "output_dir" in values:
         values["name"], fault = adapter_value("name", Path(values["output_dir"]).name)
         if fault is not None:

@@ -22,6 +22,10 @@ _LARGEST_INT = 2**31 - 1
 #: Seeds are mixed into 64-bit Philox keys; signed, so that every file format holds them.
 _LARGEST_SEED = 2**63 - 1
 MAX_RANK = 1024
+#: Far beyond any use, and epochs × steps of an epoch (below 2^31 rows) stays within 64 bits.
+MAX_EPOCHS = 1e6
+#: Rows of one optimizer step, over all of its micro-batches.
+MAX_ROWS_OF_STEP = 2**20
 
 ADAPTER_TYPES: dict[str, Any] = {f.name: f.type for f in msgspec.structs.fields(AdapterSpec)}
 #: `adapters` and `source` are not keys of the file.
@@ -39,12 +43,26 @@ def _whole(least: int, most: int = _LARGEST_INT) -> Rule:
     return rule
 
 
-def _positive(value: float) -> str | None:
-    return None if math.isfinite(value) and value > 0 else f"must be a finite number above 0, not {value}"
+def _positive(most: float, least: float = 0.0) -> Rule:
+    """Above 0 (from `least`, where given) and at most `most`; NaN is neither."""
+
+    def rule(value: float) -> str | None:
+        if not (math.isfinite(value) and value > 0):
+            return f"must be a finite number above 0, not {value}"
+        if value < least:
+            return f"must be at least {least:g}, not {value}"
+        return f"must be at most {most:g}, not {value}" if value > most else None
+
+    return rule
 
 
-def _not_negative(value: float) -> str | None:
-    return None if math.isfinite(value) and value >= 0 else f"must be a finite number, 0 or more, not {value}"
+def _not_negative(most: float) -> Rule:
+    def rule(value: float) -> str | None:
+        if not (math.isfinite(value) and value >= 0):
+            return f"must be a finite number, 0 or more, not {value}"
+        return f"must be at most {most:g}, not {value}" if value > most else None
+
+    return rule
 
 
 def _fraction(value: float) -> str | None:
@@ -58,8 +76,9 @@ def _ratio(value: float) -> str | None:
 def _max_steps(value: int) -> str | None:
     if value == -1:
         return None
-    fault = _whole(1)(value)
-    return f"must be -1 (no limit) or at least 1, not {shorten(value)}" if fault else None
+    if value < 1:
+        return f"must be -1 (no limit) or at least 1, not {shorten(value)}"
+    return _whole(1)(value)
 
 
 def _text(value: str | None) -> str | None:
@@ -121,27 +140,27 @@ ADAPTER_RULES: dict[str, Rule] = {
     "output_dir": _text,
     "val_data": _text,
     "r": _whole(1, MAX_RANK),
-    "lora_alpha": _optional(_positive),
+    "lora_alpha": _optional(_positive(1e6, 1e-6)),
     "lora_dropout": _fraction,
     "target_modules": _target_modules,
     "layers_to_transform": _layers,
-    "learning_rate": _positive,
+    "learning_rate": _positive(1e6, 1e-30),
     "warmup_ratio": _ratio,
-    "per_device_train_batch_size": _whole(1),
-    "gradient_accumulation_steps": _whole(1),
-    "num_train_epochs": _positive,
+    "per_device_train_batch_size": _whole(1, MAX_ROWS_OF_STEP),
+    "gradient_accumulation_steps": _whole(1, MAX_ROWS_OF_STEP),
+    "num_train_epochs": _positive(MAX_EPOCHS, 1e-9),
     "max_steps": _max_steps,
     "max_length": _whole(2),
     "adam_beta1": _fraction,
     "adam_beta2": _fraction,
-    "adam_epsilon": _positive,
-    "weight_decay": _not_negative,
-    "max_grad_norm": _not_negative,
+    "adam_epsilon": _positive(1.0, 1e-30),  # 1e-46 is 0 in fp32, and 0 / 0 is NaN
+    "weight_decay": _not_negative(1e3),
+    "max_grad_norm": _not_negative(1e30),
     "eval_steps": _whole(0),
     "save_steps": _whole(0),
     "save_total_limit": _whole(1),
     "val_fraction": _fraction,
-    "weight": _positive,
+    "weight": _positive(1e9, 1e-9),
     "seed": _optional(_SEED),
 }
 

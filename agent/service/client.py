@@ -58,8 +58,18 @@ class TrainerGone(GshareError):
 class TrainerClient:
     """One connection. `poll` brings events and the replies to `send`; `ask` waits for one reply."""
 
-    def __init__(self, directory: Path, client: str, *, timeout: float = CONNECT_SECONDS) -> None:
-        """Connects; waits up to `timeout` s for a trainer that is just starting. `TrainerGone`: none."""
+    def __init__(
+        self,
+        directory: Path,
+        client: str,
+        *,
+        timeout: float = CONNECT_SECONDS,
+        reply_seconds: float = REPLY_SECONDS,
+    ) -> None:
+        """Connects; waits up to `timeout` s for a trainer that is just starting. `TrainerGone`: none.
+
+        `reply_seconds` is how long one that hangs is waited for: for its hello, and for each reply.
+        """
         self.directory = directory
         self.journal_id = ""
         self.seq = 0  # the last durable event received: what `follow` resumes after
@@ -69,13 +79,18 @@ class TrainerClient:
         self._last_id = 0
         self._hello: TrainerHello | None = None
         self._socket = _connect(directory, timeout)
-        self._socket.settimeout(REPLY_SECONDS)  # for writes to a trainer that hangs; reads wait in `select`
+        self._reply_seconds = reply_seconds
+        self._socket.settimeout(reply_seconds)  # for writes to a trainer that hangs; reads wait in `select`
         self._write(
             ClientHello(protocol=PROTOCOL_VERSION, gshare=version("gshare"), pid=os.getpid(), client=client)
         )
-        deadline = time.monotonic() + REPLY_SECONDS
-        while self._hello is None:
-            self._receive(_left(deadline, "say hello"))
+        deadline = time.monotonic() + reply_seconds
+        try:
+            while self._hello is None:
+                self._receive(_left(deadline, "say hello"))
+        except GshareError:
+            self._socket.close()
+            raise
         self.hello: TrainerHello = self._hello
 
     def send(self, make: type[M], **fields: object) -> int:
@@ -88,10 +103,10 @@ class TrainerClient:
         """The reply to a request, once, if it has come."""
         return self._replies.pop(request_id, None)
 
-    def ask(self, make: type[M], *, timeout: float = REPLY_SECONDS, **fields: object) -> Reply:
+    def ask(self, make: type[M], *, timeout: float | None = None, **fields: object) -> Reply:
         """Sends a request and waits for its reply. Raises `GshareError` when it is refused or late."""
         request_id = self.send(make, **fields)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (self._reply_seconds if timeout is None else timeout)
         while (reply := self.reply(request_id)) is None:
             self._receive(_left(deadline, f"answer {make.__name__}"))
         if isinstance(reply, Refused):

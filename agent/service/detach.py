@@ -20,7 +20,7 @@ from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.describe import describe
-from gshare.agent.service.registry import TrainerConfig, log_path
+from gshare.agent.service.registry import TrainerConfig, above_stdio, log_path
 from gshare.agent.service.sinks import Sinks
 from gshare.agent.service.supervise import StopRequest, Supervisor
 
@@ -39,7 +39,7 @@ def detach(plan: DetachedPlan) -> tuple[int, str]:
     Raises `GshareError` with its last words when it ends before that.
     """
     log = log_path(f"client-{os.getpid()}-{time.time_ns()}")
-    ready, ready_write = os.pipe()
+    ready, ready_write = map(above_stdio, os.pipe())
     with os.fdopen(ready, "rb") as reader:
         try:
             with open(log, "ab") as output:

@@ -135,13 +135,24 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
 
 def take_lock(path: Path) -> int | None:
     """An exclusive flock on `path` (made if missing), as a descriptor; None when another holds it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = above_stdio(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None
     return fd
+
+
+def above_stdio(fd: int) -> int:
+    """`fd`, moved above 2 when it is not: one who was started with a standard stream closed gets 0, 1 or 2
+    for what it opens, and a child that is to inherit that number finds its own streams there."""
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 def is_held(path: Path) -> bool:
