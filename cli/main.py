@@ -9,19 +9,21 @@
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
 75 try again later, 130 and 143 interrupted. stdout is data, stderr is talk.
+
+Next to nothing is imported at the top: an interrupt during an import is a message too, inside `main`.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import select
 import sys
-import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cyclopts import App, CycloptsError, UnknownCommandError
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_USAGE, GshareError
+
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError
 
 #: Subcommand → (where it is, the line that `gshare --help` shows). Frozen by a test.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -59,6 +61,8 @@ def _version() -> str:
 
 def make_app() -> App:
     """The command tree. Nothing of a subcommand is imported here."""
+    from cyclopts import App
+
     app = App(
         name="gshare",
         help=ABOUT,
@@ -74,7 +78,33 @@ def make_app() -> App:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an error of user or program."""
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _open_standard_streams()
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_SIGINT)
+
+
+def _open_standard_streams() -> None:
+    """/dev/null in the place of each standard stream that the caller closed.
+
+    Python has None there, which has no methods; and the next file opened (a lock, a socket) would get the
+    number of the closed one and be taken for it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            assert opened == number, (opened, number)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
+def _run(tokens: list[str]) -> int:
+    from cyclopts import CycloptsError
+
     try:
         result = make_app()(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -82,8 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{_usage_message(error)} (see {_help_command(error)})", EXIT_USAGE)
     except GshareError as error:
         return _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_SIGINT)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in TRAIN_EXTRA:
             return _fail(f"{error.name} is not installed; this command needs {INSTALL}", EXIT_FAILURE)
@@ -112,7 +140,11 @@ def _usage_message(error: CycloptsError) -> str:
 
     An unknown command is worded here: cyclopts would import every subcommand to list them.
     """
+    from cyclopts import UnknownCommandError
+
     if isinstance(error, UnknownCommandError) and not error.command_chain and error.unused_tokens:
+        import difflib
+
         word = error.unused_tokens[0]
         known = [*COMMANDS, "version"]
         near = difflib.get_close_matches(word, known, n=1)
@@ -128,6 +160,8 @@ def _help_command(error: CycloptsError) -> str:
 def _unexpected(error: Exception) -> int:
     """An error that nobody foresaw: what it was, and how to see where."""
     if os.environ.get("GSHARE_TRACEBACK") == "1":
+        import traceback
+
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return _fail(f"{error.filename}: {error.strerror}", EXIT_FAILURE)
@@ -137,6 +171,8 @@ def _unexpected(error: Exception) -> int:
 
 def _reader_is_gone() -> bool:
     """Whether the broken pipe is our stdout (`gshare … | head`) and not, say, a trainer's socket."""
+    import select
+
     poll = select.poll()
     poll.register(STDOUT, 0)  # POLLERR, POLLHUP and POLLNVAL are always reported
     return bool(poll.poll(0))

@@ -204,3 +204,69 @@ def test_closed_stdout_is_quiet() -> None:
     os.close(write)
     assert done.stderr == b""
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("arguments", "code"), [("version", 0), ("nothing", 2), ("--help", 0)])
+def test_closed_standard_streams_keep_the_exit_code(closed: str, arguments: str, code: int) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m gshare.cli.main {arguments} {closed}', sys.executable],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert "Error" not in done.stderr
+    if "2>" not in closed:
+        assert ("unknown command" in done.stderr) == (code == 2)
+
+
+def test_no_file_takes_the_number_of_a_closed_stream() -> None:
+    """A lock opened as descriptor 0 would be replaced by a child's stdin."""
+    program = (
+        "import os\nfrom gshare.cli import main as frame\n"
+        "frame._open_standard_streams()\nprint(os.open('/', os.O_RDONLY), flush=True)"
+    )
+    for closed in ("<&-", "<&- 2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program],
+            cwd="/",
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert int(done.stdout) > 2
+
+
+def test_an_interrupt_during_the_imports_is_one_line() -> None:
+    """The first tenths of a second are imports of other packages; all of them are inside `main`."""
+    program = (
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'cyclopts':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from gshare.cli.main import main\n"
+        "sys.exit(main(['version']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr == "gshare: interrupted\n"
+
+
+def test_little_is_imported_before_main() -> None:
+    """Negative control of the test above: whatever is imported at the top is outside its `try`."""
+    program = (
+        "import sys; before = set(sys.modules); import gshare.cli.main; print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], cwd="/", capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"cyclopts", "rich", "attrs", "asyncio", "difflib", "traceback", "torch"}
