@@ -15,6 +15,7 @@ from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.events import Evaluated, JobChanged
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.service import registry
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import _SLOT, FILE_NAME, Breadcrumb, read_breadcrumb
 from gshare.agent.service.environment import _has_avx512, trainer_environment
 from gshare.agent.service.journal import Journal, read_journal
@@ -78,6 +79,7 @@ def test_a_breadcrumb_outlives_kill_9(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
 crumb = Breadcrumb(Path(sys.argv[1]))
 crumb.write([("a", 1)]); crumb.write([("a", 2)])
@@ -177,6 +179,8 @@ def finished(tmp_path: Path) -> Path:
         ({"max_steps": 99, "save_steps": 1}, True, None),
         ({"model": "/moved/m", "data": "moved.jsonl"}, True, None),
         ({"train_hash": None}, True, None),
+        ({"base": "b" * 64}, True, None),  # a record from before `base` was kept: by name
+        ({"base": "b" * 64, "model": "/models/other"}, True, "model: /models/m → /models/other"),
     ],
 )
 def test_a_used_directory(
@@ -190,6 +194,50 @@ def test_a_used_directory(
         with pytest.raises(UsageError, match=says):
             OutputClaim(run, resume=resume)
     assert (sorted(finished.iterdir()), (finished / "run.json").read_bytes()) == before
+
+
+def write_model(directory: Path, tensors: dict[str, bytes], **config: object) -> Path:
+    """A safetensors model directory, every tensor in one file of its own."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"hidden_size": 4, **config}))
+    for name, data in tensors.items():
+        header = {name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+        text = json.dumps(header).encode()
+        (directory / f"{name}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return directory
+
+
+def test_a_base_is_known_by_its_content(tmp_path: Path) -> None:
+    tensors = {"a": b"1" * 10_000, "b": b"2" * 100}
+    base = base_identity(write_model(tmp_path / "x" / "m", tensors))
+    assert base is not None
+    moved = write_model(tmp_path / "moved", tensors, _name_or_path="moved", transformers_version="9")
+    assert base_identity(moved) == base
+    (moved / "a.safetensors").rename(moved / "model-00002.safetensors")
+    assert base_identity(moved) == base
+    others = [
+        write_model(tmp_path / "y" / "m", {**tensors, "a": b"3" * 10_000}),
+        write_model(tmp_path / "z" / "m", {**tensors, "b": b"2" * 99 + b"3"}),
+        write_model(tmp_path / "c" / "m", tensors, rope_theta=1),
+        write_model(tmp_path / "n" / "m", {"a": tensors["a"]}),
+    ]
+    assert len({base, *map(base_identity, others)}) == 5
+    (moved / "b.safetensors").write_bytes(b"x")
+    assert base_identity(moved) is None
+    assert base_identity(tmp_path / "none") is None
+
+
+def test_a_run_is_not_continued_on_another_base_of_the_same_name(tmp_path: Path) -> None:
+    claim = OutputClaim(record(tmp_path, base="1" * 64), resume=False)
+    (claim.directory / "checkpoint-5").mkdir()
+    claim.release()
+    with pytest.raises(UsageError, match=r"cannot continue as asked: model: .*other weights"):
+        check_output_dir(record(tmp_path, base="2" * 64, model="/elsewhere/m"), resume=True)
+    check_output_dir(record(tmp_path, base="1" * 64, model="/elsewhere/renamed"), resume=True)
+    # Before the model is found nothing can be said; when nothing can be told at all, the name counts.
+    check_output_dir(record(tmp_path, train_hash=None, model="/elsewhere/renamed"), resume=True)
+    with pytest.raises(UsageError, match="model: "):
+        check_output_dir(record(tmp_path, model="/elsewhere/renamed"), resume=True)
 
 
 def test_adapter_files_that_nobody_knows_are_never_overwritten(tmp_path: Path) -> None:

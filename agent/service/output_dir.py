@@ -1,6 +1,7 @@
 """One run per output directory: what `run.json` says, and a flock while a job runs.
 
-Checked twice: by the client before anything is tokenised or written, and by the trainer under the lock.
+Checked three times: by the client before anything is tokenised or written, again when the model and the data
+are known, and by the trainer under the lock.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     base_dtype: str
     spec: AdapterSpec
+    base: str | None = None  # `base_identity` of the model; None: not found yet, or nothing to tell it from
     train_hash: str | None = None  # None: not tokenised yet (the client's first check)
     val_hash: str | None = None
 
@@ -152,8 +154,8 @@ def _read_record(directory: Path, where: str) -> RunRecord | None:
 def _changes(before: RunRecord, now: RunRecord) -> list[str]:
     """`key: old → new` for every difference that can be told."""
     changes: list[str] = []
-    if Path(before.model).name != Path(now.model).name:  # a moved model directory is the same model
-        changes.append(f"model: {before.model} → {now.model}")
+    if model := _model_change(before, now):
+        changes.append(model)
     if before.base_dtype != now.base_dtype:
         changes.append(f"base_dtype: {before.base_dtype} → {now.base_dtype}")
     old: dict[str, Any] = msgspec.to_builtins(before.spec)
@@ -166,6 +168,16 @@ def _changes(before: RunRecord, now: RunRecord) -> list[str]:
         if was is not None and now_is is not None and was != now_is:
             changes.append(f"{key}: tokens {was[:12]} → {now_is[:12]}")
     return changes
+
+
+def _model_change(before: RunRecord, now: RunRecord) -> str:
+    """By content where both tell it: a moved model is the same one, another under its name is not."""
+    text = f"model: {before.model} → {now.model}"
+    if before.base is not None and now.base is not None:
+        return "" if before.base == now.base else f"{text} (other weights or another configuration)"
+    if before.base is not None and now.train_hash is None:
+        return ""  # the first look, before the model is found: the next one tells
+    return "" if Path(before.model).name == Path(now.model).name else text
 
 
 def _check_creatable(directory: Path, where: str) -> None:

@@ -35,6 +35,7 @@ from gshare.agent.jobs.events import (
 )
 from gshare.agent.jobs.names import check_name
 from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
 from gshare.agent.service.environment import trainer_environment
 from gshare.agent.service.journal import Journal
@@ -103,6 +104,7 @@ class Trainer:
         )
         self._runner: Runner | None = None
         self._fingerprint: dict[str, str] = {}
+        self._base: str | None = None
         self._terminating = False
         self._shutdown = False
 
@@ -139,6 +141,7 @@ class Trainer:
             on_event=self._on_event,
             on_pass=self._crumb.write,
         )
+        self._base = base_identity(Path(config.model_dir))
         self._fingerprint = {
             str(key): str(value) for key, value in getattr(self._runner, "fingerprint", {}).items()
         }
@@ -299,6 +302,7 @@ class Trainer:
         return RunRecord(
             model=self._config.model,
             base_dtype=self._config.base_dtype,
+            base=self._base,
             spec=request.spec,
             train_hash=request.train_hash,
             val_hash=request.val_hash,
