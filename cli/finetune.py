@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, RetryLater, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import LOCK_FILE, RunRecord, check_output_dir
 from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead, is_held
 from gshare.agent.service.sinks import Sinks, check_sinks
@@ -76,6 +77,7 @@ def finetune(
     _check_output_dirs(run, resume=resume)
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=resume)
+    _check_prepared(run, model_dir, requests)
     if dry_run:
         print(_memory_table(run, model_dir, requests, device))
         return EXIT_OK
@@ -103,6 +105,23 @@ def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
                 f"adapter {spec.name}: a trainer is writing to {spec.output_dir}; wait for it, "
                 "or stop its job with `gshare jobs stop`"
             )
+
+
+def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest]) -> None:
+    """Another base or other data than a directory's run had: told before a trainer is started."""
+    base = base_identity(model_dir)
+    for request in requests:
+        check_output_dir(
+            RunRecord(
+                model=run.model,
+                base_dtype=run.base_dtype,
+                base=base,
+                spec=request.spec,
+                train_hash=request.train_hash,
+                val_hash=request.val_hash,
+            ),
+            resume=request.resume,
+        )
 
 
 def _memory_table(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], device: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.errors import RetryLater, UsageError
-from gshare.agent.jobs.spec import RunSpec
+from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, RUN_TYPES
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
@@ -251,6 +251,24 @@ def test_a_directory_with_another_run_is_refused_and_nothing_is_written(
         assert main([*arguments, "--adapter", "a.jsonl:out/new", *more]) == 2
         assert says in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
+
+
+def test_changed_data_or_another_base_is_refused_before_a_trainer_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = flags(a="steps=5")
+    assert gshare(*arguments)[0] == 0
+
+    def prepare(run: RunSpec, console: object, *, resume: bool) -> tuple[Path, list[JobRequest]]:
+        (spec,) = run.adapters
+        return Path("/nonexistent"), [
+            JobRequest(spec=spec, train_store="/nonexistent", train_hash="1" * 64, resume=resume)
+        ]
+
+    monkeypatch.setattr(command, "prepare", prepare)
+    monkeypatch.setattr(command, "_supervise", lambda *_, **__: pytest.fail("a trainer was started"))
+    assert main([*arguments, "--resume"]) == 2
+    assert "training data: tokens 0000" in capsys.readouterr().err
 
 
 def test_a_directory_in_use_means_try_again_later() -> None:
