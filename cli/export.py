@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Literal
@@ -40,16 +39,12 @@ def export(
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())
-    from gshare.agent.train.peft_files import dequantiser, read_adapter, trained_dtype
+    from gshare.agent.train.peft_files import copy_adapter, dequantiser, read_adapter, trained_dtype
     from gshare.agent.train.peft_files import merge as merge_into
 
     config, _ = read_adapter(adapter)
     if to is not None:
-        if to.exists():
-            raise UsageError(f"{to} exists already; choose a new directory")
-        to.mkdir(parents=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            shutil.copyfile(adapter / name, to / name)
+        copy_adapter(adapter, to)
         print(to)
         return
     assert merge is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,41 @@ def test_matrices_that_are_none_are_refused(
     save_file({**tensors, name: damage(tensors[name]).contiguous()}, copy / "adapter_model.safetensors")
     with pytest.raises(UsageError, match=message):
         read_adapter(copy)
+
+
+@pytest.mark.parametrize("how", ["--to", "--merge"])
+def test_a_full_disk_leaves_no_wreckage(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """A limit on file size fails the writes as a full disk does, in Rust too."""
+    arguments = ["export", str(adapter), how, str(tmp_path / "out"), "--model", str(tiny_checkpoint)]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        code = main(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err
+    assert code == 1
+    assert f"{tmp_path / 'out'}: cannot be written" in said
+    assert "unexpected" not in said
+    assert list(tmp_path.iterdir()) == []
+    assert main(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_merge_that_fails_half_way_leaves_nothing(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    def interrupt(file: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(adapter, tiny_checkpoint, tmp_path / "out", progress=interrupt)
+    small = make_tiny_checkpoint(tmp_path / "small", hidden_size=32, num_heads=2, num_kv_heads=1)
+    with pytest.raises(UsageError, match="does not fit"):
+        merge(adapter, small, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 def test_generate_prints_the_answer_only(

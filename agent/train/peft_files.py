@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from gshare.agent.base.checkpoint_files import open_shard
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.generate import LoadedLora
-from gshare.agent.errors import UsageError
+from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import LINEARS
-from gshare.agent.train.files import publish_dir
+from gshare.agent.train.files import publish_dir, temporary_name
 from gshare.kernels import int8, nf4
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 _TENSOR = re.compile(
@@ -131,8 +134,6 @@ def merge(
     included, is copied as it is. `dequantised(name, weight)` replaces a linear's weight before the merge
     (the NF4 or int8 values the adapter was trained against); None merges into the checkpoint's own values.
     """
-    if out.exists():
-        raise UsageError(f"{out} exists already; choose a new directory for the merged checkpoint")
     config, matrices = read_adapter(adapter_dir)
     scaling = adapter_scaling(config)
     names = {
@@ -140,38 +141,63 @@ def merge(
         f"{linear}.weight": pair
         for (layer, linear), pair in matrices.items()
     }
-    temporary = out.parent / f".{out.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     merged: set[str] = set()
-    for source in sorted(model_dir.iterdir()):
-        if source.suffix != ".safetensors":
-            if source.is_file() and source.suffix in (".json", ".model", ".txt", ".jinja"):
-                shutil.copyfile(source, temporary / source.name)
-            continue
-        progress(source.name)
-        tensors = {}
-        with safe_open(source, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  (not a dict)
-                weight = shard.get_tensor(name)
-                if name in names:
-                    a, b = names[name]
-                    start = dequantised(name, weight) if dequantised is not None else weight
-                    if tuple(weight.shape) != (b.shape[0], a.shape[1]):
-                        raise UsageError(
-                            f"{adapter_dir} does not fit {model_dir}: {name} is {tuple(weight.shape)}, "
-                            f"the adapter's is {(b.shape[0], a.shape[1])}"
-                        )
-                    weight = (start.float() + scaling * (b @ a)).to(weight.dtype)
-                    merged.add(name)
-                tensors[name] = weight.contiguous()
-        save_file(tensors, temporary / source.name, metadata={"format": "pt"})
-    missing = sorted(names.keys() - merged)
-    if missing:
-        shutil.rmtree(temporary)
-        raise UsageError(f"{model_dir} has no tensor {missing[0]}; the adapter is for another model")
-    publish_dir(temporary, out)
+    with _new_directory(out) as temporary:
+        for source in sorted(model_dir.iterdir()):
+            if source.suffix != ".safetensors":
+                if source.is_file() and source.suffix in (".json", ".model", ".txt", ".jinja"):
+                    shutil.copyfile(source, temporary / source.name)
+                continue
+            progress(source.name)
+            tensors = {}
+            with open_shard(source) as shard:
+                for name in shard.keys():  # noqa: SIM118  (not a dict)
+                    weight = shard.get_tensor(name)
+                    if name in names:
+                        a, b = names[name]
+                        if tuple(weight.shape) != (b.shape[0], a.shape[1]):
+                            raise UsageError(
+                                f"{adapter_dir} does not fit {model_dir}: {name} is {tuple(weight.shape)}, "
+                                f"the adapter's is {(b.shape[0], a.shape[1])}"
+                            )
+                        start = dequantised(name, weight) if dequantised is not None else weight
+                        weight = (start.float() + scaling * (b @ a)).to(weight.dtype)
+                        merged.add(name)
+                    tensors[name] = weight.contiguous()
+            save_file(tensors, temporary / source.name, metadata={"format": "pt"})
+        missing = sorted(names.keys() - merged)
+        if missing:
+            raise UsageError(f"{model_dir} has no tensor {missing[0]}; the adapter is for another model")
     return len(merged)
+
+
+def copy_adapter(adapter_dir: Path, out: Path) -> None:
+    """The adapter's two files in the new directory `out`, whole or not at all."""
+    with _new_directory(out) as temporary:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copyfile(adapter_dir / name, temporary / name)
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `out` at the end; after an error neither of them is left.
+
+    UsageError when `out` is there already; GshareError naming `out` when it cannot be written.
+    """
+    temporary = temporary_name(out)
+    try:
+        if os.path.lexists(out):
+            raise UsageError(f"{out} exists already; choose a new directory")
+        temporary.mkdir(parents=True)
+        yield temporary
+        publish_dir(temporary, out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise GshareError(f"{out}: cannot be written: {reason}; nothing was left there") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def trained_dtype(adapter_dir: Path) -> str | None:
