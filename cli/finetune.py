@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from gshare.agent.errors import EXIT_OK, RetryLater, UsageError
+from gshare.agent.errors import EXIT_OK, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.service.base_identity import base_identity
-from gshare.agent.service.output_dir import LOCK_FILE, RunRecord, check_output_dir
-from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead, is_held
+from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
+from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
 from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
 from gshare.cli.prepare import prepare, read_spec
@@ -99,19 +99,14 @@ def finetune(
 
 def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
     for spec in run.adapters:
-        check_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=resume)
-        if is_held(Path(spec.output_dir) / LOCK_FILE):
-            raise RetryLater(
-                f"adapter {spec.name}: a trainer is writing to {spec.output_dir}; wait for it, "
-                "or stop its job with `gshare jobs stop`"
-            )
+        check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=resume)
 
 
 def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest]) -> None:
     """Another base or other data than a directory's run had: told before a trainer is started."""
     base = base_identity(model_dir)
     for request in requests:
-        check_output_dir(
+        check_free_output_dir(
             RunRecord(
                 model=run.model,
                 base_dtype=run.base_dtype,

@@ -274,10 +274,22 @@ def test_changed_data_or_another_base_is_refused_before_a_trainer_starts(
 def test_a_directory_in_use_means_try_again_later() -> None:
     process = start(*flags(a=LONG))
     wait_for(lambda: Path("out/a/.lock").exists())
-    with pytest.raises(RetryLater, match="gshare jobs stop"):
-        command.finetune(model="fake", adapter=["a.jsonl:out/a"], resume=True)
+    for results in (False, True):  # without --resume too, whatever the other run has left there
+        for resume in (False, True):
+            with pytest.raises(RetryLater, match="gshare jobs stop"):
+                command.finetune(model="fake", adapter=["a.jsonl:out/a"], resume=resume)
+        if not results:
+            wait_for(lambda: saved_step("a") >= 5)
     process.kill()
     process.communicate()
+    wait_for(no_trainer_is_left)
+
+
+def test_of_two_that_start_at_once_the_loser_is_told_to_try_again() -> None:
+    arguments = flags(a="steps=300,sleep=0.01,save=1")
+    both = [start(*arguments) for _ in range(2)]
+    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
+    assert sorted(code for _, code in ended) == [0, 75], ended
     wait_for(no_trainer_is_left)
 
 

@@ -259,6 +259,9 @@ def test_a_directory_is_claimed_by_one(tmp_path: Path) -> None:
     first = OutputClaim(record(tmp_path), resume=False)
     with pytest.raises(RetryLater, match="another trainer is writing"):
         OutputClaim(record(tmp_path), resume=True)
+    (first.directory / "checkpoint-5").mkdir()
+    with pytest.raises(RetryLater, match="another trainer is writing"):  # and no advice to --resume
+        OutputClaim(record(tmp_path), resume=False)
     first.release()
     OutputClaim(record(tmp_path), resume=True).release()
 

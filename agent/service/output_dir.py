@@ -6,6 +6,7 @@ are known, and by the trainer under the lock.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.service.registry import take_lock, write_json
+from gshare.agent.service.registry import is_held, take_lock, write_json
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
@@ -81,13 +82,28 @@ def check_output_dir(run: RunRecord, *, resume: bool) -> None:
         )
 
 
+def check_free_output_dir(run: RunRecord, *, resume: bool) -> None:
+    """As `check_output_dir`, but `RetryLater` when a job runs there: what it leaves is not judged then."""
+    try:
+        check_output_dir(run, resume=resume)
+    finally:
+        # After the look: whoever held the lock during it may have just written what it found.
+        directory = Path(run.spec.output_dir)
+        with contextlib.suppress(NotADirectoryError, PermissionError):
+            if is_held(directory / LOCK_FILE):
+                raise RetryLater(
+                    f"adapter {run.spec.name}: another trainer is writing to {directory}; "
+                    "wait for it, or stop its job with `gshare jobs stop`"
+                ) from None
+
+
 class OutputClaim:
     """The lock on one job's directory, from before its admission to its end, and its `run.json`."""
 
     def __init__(self, run: RunRecord, *, resume: bool) -> None:
         """`UsageError`: another run; `RetryLater`: another trainer is there; `GshareError`: cannot write."""
         self.directory = Path(run.spec.output_dir)
-        check_output_dir(run, resume=resume)
+        check_free_output_dir(run, resume=resume)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._fd = take_lock(self.directory / LOCK_FILE)

@@ -117,6 +117,7 @@ class Done(_Message, frozen=True, tag="done"):
     reply_to: int
     jobs: list[str] = []
     failed: dict[str, str] = {}
+    busy: list[str] = []  # of `failed`: may be asked again when another job has ended
 
 
 class Refused(_Message, frozen=True, tag="refused"):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 import msgspec
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, Stopped
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_RETRY, EXIT_SIGINT, EXIT_SIGTERM, Stopped
 from gshare.agent.jobs import suspects
 from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, Stepped, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest
@@ -102,12 +102,14 @@ class Supervisor:
         self._submitted: set[str] = set()  # ever: these resume
         self._here: set[str] = set()  # sent to the trainer that runs now
         self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
+        self._busy: set[str] = set()  # refused because another trainer writes to their directories
         self._stop_sent = False
         self._exit_code: int | None = None  # of a trainer that ended in order, with an error
         self.logs: list[str] = []  # of the trainers that ran, for a last message
 
     def run(self) -> int:
-        """Returns the command's exit code: 0 all completed, 1 some failed or diverged, 130 or 143 stopped."""
+        """Returns the command's exit code: 0 all completed, 1 some failed or diverged, 130 or 143 stopped,
+        75 when those that failed were refused only because another trainer writes to their directories."""
         try:
             self._actions.extend(self._machine.handle(suspects.Begin()))
             while not self._machine.done:
@@ -189,6 +191,7 @@ class Supervisor:
         else:
             assert isinstance(reply, Done), reply
             failed = reply.failed
+            self._busy |= set(reply.busy)
         for job, reason in failed.items():
             self._actions.extend(self._end(job, "failed", reason))
 
@@ -298,4 +301,7 @@ class Supervisor:
             return self.stop.exit_code
         if self._exit_code is not None:
             return self._exit_code
-        return EXIT_FAILURE if states & {"failed", "diverged"} else EXIT_SIGINT
+        failed = {status.job for status in self.table.all() if status.state in ("failed", "diverged")}
+        if failed and failed <= self._busy:
+            return EXIT_RETRY
+        return EXIT_FAILURE if failed else EXIT_SIGINT

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Protocol
 
 import msgspec
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError, RetryLater
 from gshare.agent.jobs.events import (
     DURABLE,
     ENDED,
@@ -233,9 +233,16 @@ class Trainer:
             return
         done: list[str] = []
         failed: dict[str, str] = {}
+        busy: list[str] = []
         if isinstance(request, SubmitJobs):
             for job in request.jobs:
-                self._try(job.spec.name, done, failed, lambda job=job: self._admit(job, connection))
+                try:
+                    self._admit(job, connection)
+                    done.append(job.spec.name)
+                except GshareError as error:
+                    failed[job.spec.name] = str(error)
+                    if isinstance(error, RetryLater):
+                        busy.append(job.spec.name)
         elif isinstance(request, StopJobs):
             own = [job for job, owner in self._owner.items() if owner == connection.key]
             reason = request.reason or f"stopped by {connection.client}"
@@ -248,7 +255,7 @@ class Trainer:
                 self._try(job, done, failed, lambda job=job: self._known(job) and runner.resume(job))
         elif isinstance(request, Shutdown):
             self._shutdown = True
-        self._server.reply(connection, Done(reply_to=request.id, jobs=done, failed=failed))
+        self._server.reply(connection, Done(reply_to=request.id, jobs=done, failed=failed, busy=busy))
 
     def _stop(self, jobs: Sequence[str], reason: str) -> tuple[list[str], dict[str, str]]:
         assert self._runner is not None
