@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -415,3 +416,29 @@ def test_numbers_beyond_any_use_are_refused(tmp_path: Path, line: str, part: str
     (found,) = faults(tmp_path, text)
     assert part in found
     assert "adapter 1" in found
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("r = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("r = " + "{a = " * 5000 + "1" + "}" * 5000, "nested too deeply"),
+        ("r = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
+        ("r = 0x" + "f" * 5000, "must be"),
+        ("learning_rate = 0x" + "f" * 5000, "must be"),
+        ("layers_to_transform = [0x" + "f" * 5000 + "]", "a number too large to show is none"),
+        (".".join(["r"] * 5000) + " = 1", "must be a whole number, not a table too large to show"),
+    ],
+    ids=["lists", "tables", "digits", "hex integer", "hex number", "hex layer", "dotted"],
+)
+def test_absurd_toml_is_one_line(tmp_path: Path, line: str, message: str) -> None:
+    head = 'model = "m"\n[[adapter]]\ndata = "data/a.jsonl"\noutput_dir = "out/a"\n'
+    (found,) = faults(tmp_path, head + line + "\n")
+    assert message in found
+    assert found.startswith("adapters.toml:")
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapters.toml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        load_run_spec(tmp_path / "adapters.toml")

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import re
+import stat
 import sys
 import types
 from collections.abc import Iterable
@@ -53,6 +54,9 @@ class TomlFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for
+                raise UsageError(f"{path}: not a regular file; write the configuration to one")
             text = path.read_bytes().decode("utf-8-sig")
             self.table: dict[str, Any] = tomllib.loads(text)
         except FileNotFoundError:
@@ -65,6 +69,10 @@ class TomlFile:
             raise UsageError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise UsageError(f"{path}: not valid TOML: tables or lists are nested too deeply") from None
+        except ValueError as error:  # Python's limit on the digits of a number
+            raise UsageError(f"{path}: not valid TOML: {str(error).split(';')[0]}") from None
         self._lines = text.splitlines()
 
     def where(self, key: str | None = None, section: str = "", index: int | None = None) -> str:
@@ -136,7 +144,7 @@ def convert(raw: object, annotation: Any, *, lax: bool = False) -> tuple[Any, st
         raw = [part.strip() for part in raw.split(",")]
     try:
         return msgspec.convert(raw, annotation, strict=not lax), None
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
         wanted = " or ".join(_describe(member) for member in members if member is not types.NoneType)
         return None, f"must be {wanted}, not {shorten(raw)}"
 

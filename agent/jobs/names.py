@@ -57,5 +57,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def shorten(text: object, limit: int = 80) -> str:
     """`repr(text)` fit for one line of a message: control characters escaped, at most `limit` long."""
-    shown = ascii(text) if isinstance(text, str) and not text.isprintable() else repr(text)
+    try:
+        shown = ascii(text) if isinstance(text, str) and not text.isprintable() else repr(text)
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        kind = "list" if isinstance(text, (list, tuple)) else "table" if isinstance(text, dict) else "number"
+        shown = f"a {kind} too large to show"
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"

@@ -124,7 +124,7 @@ def _layers(value: tuple[int, ...] | None) -> str | None:
     if not value:
         return "names no layer; leave it out for all layers"
     if min(value) < 0 or max(value) > _LARGEST_INT:
-        return f"layers count from 0; {min(value) if min(value) < 0 else max(value)} is none"
+        return f"layers count from 0; {shorten(min(value) if min(value) < 0 else max(value))} is none"
     return "names a layer twice" if len(set(value)) < len(value) else None
 
 
