@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gshare.agent.base.config import linear_prefix
+from gshare.agent.base.device import pick_device
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
@@ -249,3 +250,11 @@ def test_checkpoint_dtype_is_read_as_it_is(tmp_path: Path) -> None:
     w = base.layers[0].linears["q_proj"].weight.dense()
     assert w.dtype == torch.float32
     assert torch.equal(w, w.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    "name", ["tpu", "cuda:-1", "cuda:x", "cuda:999", "cpu:7", "meta", "mps", "", "cuda:" + "9" * 9]
+)
+def test_devices_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="device "):
+        pick_device(name)
