@@ -38,7 +38,10 @@ def read_spec(
 
 def _absolute(model: str | None) -> str | None:
     """A path on the command line is relative to here, whatever directory the file is in."""
-    return str(Path(model).absolute()) if model is not None and Path(model).exists() else model
+    try:
+        return str(Path(model).absolute()) if model is not None and Path(model).exists() else model
+    except OSError:  # a name too long for a file: `load_run_spec` says so
+        return model
 
 
 def prepare(run: RunSpec, console: Console, *, resume: bool) -> tuple[Path, list[JobRequest]]:

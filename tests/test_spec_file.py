@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -442,3 +443,31 @@ def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "adapters.toml")
     with pytest.raises(UsageError, match="not a regular file"):
         load_run_spec(tmp_path / "adapters.toml")
+
+
+@pytest.mark.parametrize("key", ["data", "val_data", "output_dir", "model"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("~nosuchuser/x", "home directory"),
+        ("loop/x", "loop|symbolic links"),
+        ("x" * 256, "name too long"),
+        ("é" * 128, "name too long"),
+        ("a/" * 2500, "name too long"),
+    ],
+    ids=["user", "loop", "name", "bytes", "path"],
+)
+def test_paths_that_no_file_can_have_are_one_line_with_the_key(
+    tmp_path: Path, key: str, path: str, reason: str
+) -> None:
+    if (key, path) == ("model", "loop/x"):
+        return  # a hub id
+    (tmp_path / "loop").symlink_to("loop")
+    values = {"data": "data/a.jsonl", "output_dir": "out/a", "name": "a", key: path}
+    model = values.pop("model", "m")
+    lines = "".join(f'{name} = "{value}"\n' for name, value in values.items())
+    (found,) = faults(tmp_path, f'model = "{model}"\n[[adapter]]\n{lines}')
+    assert re.search(reason, found, re.IGNORECASE)
+    assert f"key {key!r}" in found
+    assert ("adapter 'a'" in found) == (key != "model")
+    assert len(found) < 250

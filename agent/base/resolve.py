@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.names import shorten
 
 #: what is being done, how much is done, out of how much
 Progress = Callable[[str, int, int], None]
@@ -44,10 +45,15 @@ def resolve_model(
 
     Raises UsageError for a path that does not exist or is neither, and for a hub id that cannot be had.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown user, a NUL
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).rstrip(".")
+        raise UsageError(f"model {shorten(name)} cannot be used: {reason}") from None
+    if is_dir:
         return _directory(path)
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise UsageError(
                 f"{path} is neither a directory nor a .gguf file; give the checkpoint's directory"

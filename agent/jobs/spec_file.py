@@ -12,6 +12,8 @@ Nothing is read but the file itself; of data files only their existence is check
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,8 @@ TASKS = ("instruct",)
 _ALIASES = {alias.replace("-", "_"): key for alias, key in FLAG_ALIASES.items()}
 _SECTIONS = ("defaults", "adapter", "sweep", "early_exit")
 _NOT_BUILT = ("sweep", "early_exit")
+#: PATH_MAX is 4096 bytes; what is written inside an output directory adds its own names.
+_LONGEST_PATH = 3800
 #: Keys that only make sense for one adapter.
 _OWN_KEYS = ("name", "output_dir")
 
@@ -250,10 +254,12 @@ def _build(run: dict[str, _Value], adapters: list[_Adapter], faults: Faults, *, 
     values: dict[str, Any] = {}
     for key, given in run.items():
         value, fault = run_value(key, given.raw, lax=given.lax)
+        if fault is None and key == "model":
+            value, fault = _model(value, given.base_dir)
         if fault is not None:
             faults.add(given.where, fault)
         else:
-            values[key] = _model(value, given.base_dir) if key == "model" else value
+            values[key] = value
     run_seed = values.get("seed", 0)
     built = [_adapter_values(adapter, faults) for adapter in adapters]
     _check_unique(list(zip(adapters, built, strict=True)), faults)
@@ -262,11 +268,15 @@ def _build(run: dict[str, _Value], adapters: list[_Adapter], faults: Faults, *, 
     return RunSpec(**values, adapters=specs, source=source)
 
 
-def _model(model: str, base_dir: Path) -> str:
-    """An absolute path when it names a file or directory, or can only be meant as one; else the hub id."""
-    path = base_dir / Path(model).expanduser()
+def _model(model: str, base_dir: Path) -> tuple[str | None, str | None]:
+    """(model, None), or (None, why not): an absolute path when it names a file or directory, or can only be
+    meant as one; else the hub id."""
     meant = model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.endswith(".gguf")
-    return str(path.absolute()) if meant or path.exists() else model
+    try:
+        path = _expanded(model, base_dir)
+        return (str(path.absolute()) if meant or path.exists() else model), None
+    except (OSError, RuntimeError, ValueError) as error:
+        return None, path_fault(model, error)
 
 
 def _adapter_values(adapter: _Adapter, faults: Faults) -> dict[str, Any]:
@@ -308,14 +318,35 @@ def _adapter_spec(values: dict[str, Any], run_seed: int) -> AdapterSpec:
 
 def _resolve(key: str, text: str, base_dir: Path) -> tuple[str | None, str | None]:
     """(absolute path, None), or (None, why not): data must be a file, an output may not be one."""
-    path = (base_dir / Path(text).expanduser()).resolve()
+    try:
+        path = _expanded(text, base_dir).resolve()
+        # A loop of links is still a link here on the newer Pythons, and a RuntimeError on the older.
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        exists, is_file, is_dir = path.exists(), path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        return None, path_fault(text, error)
     if key == "output_dir":
-        if path.exists() and not path.is_dir():
+        if exists and not is_dir:
             return None, f"{shorten(text)} is a file, not a directory"
         return str(path), None
-    if not path.exists():
+    if not exists:
         return None, f"no such file: {path}"
-    return (str(path), None) if path.is_file() else (None, f"{path} is not a file")
+    return (str(path), None) if is_file else (None, f"{path} is not a file")
+
+
+def _expanded(text: str, base_dir: Path) -> Path:
+    """`text` with ~ filled in, below `base_dir`; OSError when a file system could not hold such a name."""
+    path = base_dir / Path(text).expanduser()
+    if len(os.fsencode(path)) > _LONGEST_PATH or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return path
+
+
+def path_fault(text: str, error: Exception) -> str:
+    """Why `text` is no path, in a line: a loop of links, an unknown user, a name too long."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).rstrip(".")
+    return f"{shorten(text)} cannot be used: {reason}"
 
 
 def _check_unique(built: list[tuple[_Adapter, dict[str, Any]]], faults: Faults) -> None:
