@@ -214,6 +214,22 @@ def test_detached_jobs_go_on_and_are_followed_and_stopped_by_name() -> None:
     assert (code, "no job named aa; did you mean a?" in err) == (2, True)
 
 
+def test_detached_jobs_are_found_at_once_not_those_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gshare(*flags(a="steps=5"))[0] == 0
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", "sleep=2")  # admitted no sooner than that
+    Path("again.jsonl").write_text(LONG)
+    assert gshare("finetune", "--model", "fake", "--adapter", "a=again.jsonl:out/again", "--detach")[0] == 0
+    code, out, _ = gshare("jobs", "list", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["job"], row["state"], Path(row["output_dir"]).name) for row in rows] == [
+        ("a", "queued", "again")
+    ]
+    code, _, err = gshare("jobs", "stop", "a")
+    assert (code, err) == (0, "a: stopped\n")
+    wait_for(no_trainer_is_left)
+    assert registry.finished_jobs()[0].status.state == "stopped"
+
+
 def test_attach_survives_the_death_of_the_trainer() -> None:
     assert gshare(*flags(a="steps=300,sleep=0.01,save=5"), "--detach")[0] == 0
     following = start("jobs", "attach", "a")

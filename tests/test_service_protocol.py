@@ -19,7 +19,7 @@ FROZEN = {
     "follow": "id journal_id after_seq jobs",
     "detach": "id",
     "shutdown": "id",
-    "done": "reply_to jobs failed",
+    "done": "reply_to jobs failed busy",  # busy: added; who does not know it ignores it
     "refused": "reply_to reason",
     "jobs": "reply_to jobs",
     "following": "reply_to journal_id next_seq gap",

@@ -34,7 +34,7 @@ class DetachedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def detach(plan: DetachedPlan) -> tuple[int, str]:
-    """Starts the client: `(pid, path of its log)`, as soon as it has reached its trainer.
+    """Starts the client: `(pid, path of its log)`, as soon as its trainer lists its jobs.
 
     Raises `GshareError` with its last words when it ends before that.
     """
@@ -67,7 +67,9 @@ def detach(plan: DetachedPlan) -> tuple[int, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gshare-detached", description=__doc__)
-    parser.add_argument("--ready-fd", type=int, required=True, help="gets one byte when the trainer answers")
+    parser.add_argument(
+        "--ready-fd", type=int, required=True, help="gets one byte when the trainer lists the jobs"
+    )
     ready: list[int] = [parser.parse_args(arguments).ready_fd]
     os.set_inheritable(ready[0], False)
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=DetachedPlan)

@@ -36,6 +36,7 @@ from gshare.agent.service.protocol import (
     ListJobs,
     Refused,
     Request,
+    SubmitJobs,
     TrainerHello,
 )
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
@@ -96,12 +97,15 @@ class Server:
         hello: Callable[[], TrainerHello],
         job_list: Callable[[], list[JobStatus]],
         commands: queue.SimpleQueue[Command],
+        submitted: Callable[[SubmitJobs, str], None] = lambda request, client: None,
     ) -> None:
+        """`submitted` hears of jobs, and of the client they are of, when they arrive; the command follows."""
         self._path = path
         self._journal = journal
         self._hello = hello
         self._job_list = job_list
         self._commands = commands
+        self._submitted = submitted
         self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_key = 1
@@ -304,6 +308,8 @@ class Server:
                 connection.detached = True
                 self._reply(connection, Done(reply_to=request.id))
                 return
+            if isinstance(request, SubmitJobs):
+                self._submitted(request, connection.client)
             self._commands.put(Command(connection, request))
 
     def _follow(self, connection: Connection, request: Follow) -> Following:

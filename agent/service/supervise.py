@@ -158,8 +158,10 @@ class Supervisor:
         self._waiting = {}
         self._connection = TrainerClient(self._trainer.directory, self.client or f"pid-{os.getpid()}")
         self._connection.follow(list(self._by_name))
-        self.on_connected()
         self._submit(jobs)
+        # Answered after the jobs have arrived: from here on the trainer lists them to whoever asks.
+        self._connection.jobs()
+        self.on_connected()
 
     def _submit(self, jobs: tuple[str, ...]) -> None:
         if not jobs:

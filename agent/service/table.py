@@ -16,6 +16,31 @@ class JobTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, JobStatus] = {}
+        self._arrived: dict[
+            str, list[JobStatus]
+        ] = {}  # not admitted or refused yet, the first of a name first
+
+    def arrive(self, status: JobStatus) -> None:
+        """A job that waits to be admitted: listed, unless one of its name is active, and not updated."""
+        with self._lock:
+            self._arrived.setdefault(status.job, []).append(status)
+
+    def decided(self, job: str) -> None:
+        """The first one of that name is no longer waiting."""
+        with self._lock:
+            waiting = self._arrived[job]
+            waiting.pop(0)
+            if not waiting:
+                del self._arrived[job]
+
+    def listed(self) -> list[JobStatus]:
+        """All jobs and those that wait to be admitted, one of each name: these before one that has ended."""
+        with self._lock:
+            jobs = dict(self._jobs)
+            for job, waiting in self._arrived.items():
+                if job not in jobs or jobs[job].state in ENDED:
+                    jobs[job] = waiting[0]
+            return list(jobs.values())
 
     def add(self, status: JobStatus) -> None:
         with self._lock:

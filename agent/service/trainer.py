@@ -100,7 +100,12 @@ class Trainer:
         self._crumb = Breadcrumb(directory)
         self._journal = Journal(directory / "journal.jsonl", directory.name)
         self._server = Server(
-            directory / "socket", self._journal, self._hello, self._table.all, self._commands
+            directory / "socket",
+            self._journal,
+            self._hello,
+            self._table.listed,
+            self._commands,
+            self._arrived,
         )
         self._runner: Runner | None = None
         self._fingerprint: dict[str, str] = {}
@@ -214,6 +219,14 @@ class Trainer:
         # Last: who is told that a job ended finds its directory unlocked.
         self._server.publish(self._journal.append(event) if isinstance(event, DURABLE) else 0, event)
 
+    def _arrived(self, request: SubmitJobs, client: str) -> None:
+        """From the server's thread: jobs are listed while the base is loaded or a round is computed."""
+        for job in request.jobs:
+            spec = job.spec
+            self._table.arrive(
+                JobStatus(job=spec.name, state="queued", client=client, output_dir=spec.output_dir)
+            )
+
     def _apply_commands(self, *, wait: bool) -> None:
         """All commands that are there; with `wait`, up to `_IDLE_POLL` for the first."""
         while True:
@@ -243,6 +256,8 @@ class Trainer:
                     failed[job.spec.name] = str(error)
                     if isinstance(error, RetryLater):
                         busy.append(job.spec.name)
+                finally:
+                    self._table.decided(job.spec.name)
         elif isinstance(request, StopJobs):
             own = [job for job, owner in self._owner.items() if owner == connection.key]
             reason = request.reason or f"stopped by {connection.client}"
