@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -140,6 +141,75 @@ def test_records_of_ended_jobs_are_bounded_and_the_newest_of_a_name_counts(
     for number in range(30):
         registry.log_path(f"t{number}").write_text("")
     assert len(list((tmp_path / "gshare/logs").iterdir())) == registry.LOGS_KEPT
+
+
+# ---------------------------------------------------------------------- full disks
+
+
+def no_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_costs_lines_of_the_journal_and_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", "id")
+    journal.append(change(1))
+    assert journal.problem == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", no_space)
+        assert journal.append(change(2)) == 2
+    assert "j: No space left" in journal.problem
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))  # the last bytes of the disk
+        journal.append(change(3))
+    journal.append(change(4))
+    assert journal.after(1) == (2, change(2))
+    assert read_journal(tmp_path / "j") == [change(1), change(4)]
+
+
+def test_a_full_disk_leaves_no_old_breadcrumb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crumb = Breadcrumb(tmp_path)
+    crumb.write([("a", 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", no_space)
+        crumb.write([("b", 2)])
+    assert read_breadcrumb(tmp_path) == []  # and not a, which may have ended meanwhile
+    crumb.write([("c", 3)])
+    assert read_breadcrumb(tmp_path) == [("c", 3)]
+
+
+def test_a_full_runtime_directory_is_named_and_nothing_is_left_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(GshareError, match=r"gshare/trainers: No space left.*XDG_RUNTIME_DIR"):
+        registry.create_trainer_dir(registry.TrainerConfig(model="m", model_dir="/m", base_dtype="fp32"))
+    assert list((tmp_path / "gshare/trainers").iterdir()) == []
+
+
+def test_a_record_that_was_cut_off_does_not_spoil_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    status = JobStatus(job="a", state="running")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+        with pytest.raises(OSError, match="No space left"):
+            registry.append_line(tmp_path / "l", status)
+    registry.append_line(tmp_path / "l", status)
+    assert registry.read_lines(tmp_path / "l", JobStatus) == [status]
+
+
+def test_a_log_on_a_full_disk_ends_nobody() -> None:
+    code = "from gshare.agent.service.log_stream import forgive_output\nimport sys\nforgive_output()\n"
+    code += "print('x', flush=True); print('y' * 10**6); print('z', file=sys.stderr)"
+    for setup, expected in ((code, 0), (code.replace("forgive_output()", "pass"), 1)):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([sys.executable, "-c", setup], stdout=full, stderr=full, check=False)
+        assert (done.returncode != 0) == expected
 
 
 # ---------------------------------------------------------------------- output directories

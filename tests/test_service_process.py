@@ -443,6 +443,55 @@ def test_a_stop_while_the_base_is_loaded_does_not_wait_for_it(
     assert [status.state for status in supervisor.table.all()] == ["stopped"]
 
 
+def test_a_state_directory_that_takes_nothing_costs_the_log_and_the_list_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    code, events, _ = supervise([job("a", tmp_path, "steps=3"), job("b", tmp_path, "steps=6,fail_at=2")])
+    assert code == 1
+    assert states(events, "a")[-1] == "completed"
+    assert states(events, "b")[-1] == "failed"
+    warnings = [event.text for event in events if isinstance(event, TrainerMessage)]
+    assert sum("no log is kept" in text for text in warnings) == 1
+    assert sum("`gshare jobs` will not list" in text for text in warnings) == 1
+
+
+def test_a_runtime_directory_that_fills_up_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}:{tmp_path}")
+    config = msgspec.structs.replace(CONFIG, runner="full_disk:FullDisk")
+    code, events, supervisor = supervise([job("a", tmp_path, "steps=20,sleep=0.01")], config)
+    assert (code, len(supervisor.logs)) == (0, 1)
+    assert states(events, "a")[-1] == "completed"
+    assert any("No space left" in e.text for e in events if isinstance(e, TrainerMessage))
+
+
+#: An engine whose trainer finds the disk of its own directory full once it is loaded.
+FULL_DISK = """
+import errno, os
+from fake_runner import FakeRunner
+from gshare.agent.service import breadcrumb, journal, registry, trainer
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+class Full:
+    write = pwrite = replace = staticmethod(no_space)
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+class FullDisk(FakeRunner):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        breadcrumb.os = journal.os = Full()
+        main = __import__("sys").modules["__main__"]
+        main.append_line = main.write_json = no_space
+"""
+
+
 # ---------------------------------------------------------------------- whose directory is whose
 
 

@@ -36,7 +36,14 @@ class Breadcrumb:
         assert len(payload) + _HEADER.size <= _SLOT, "more jobs in flight than a slot holds"
         self._sequence += 1
         record = _pack(self._sequence, payload)
-        os.pwrite(self._fd, record, (self._sequence % 2) * _SLOT)
+        try:
+            whole = os.pwrite(self._fd, record, (self._sequence % 2) * _SLOT) == len(record)
+        except OSError:
+            whole = False
+        if (
+            not whole
+        ):  # a full disk: nothing known is better than an old round, which would blame the wrong jobs
+            os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -24,6 +24,7 @@ import msgspec
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event
 from gshare.agent.service.environment import trainer_environment
+from gshare.agent.service.log_stream import open_log
 from gshare.agent.service.protocol import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -38,7 +39,7 @@ from gshare.agent.service.protocol import (
     Refused,
     TrainerHello,
 )
-from gshare.agent.service.registry import LOCK, TrainerConfig, create_trainer_dir, is_held, log_path
+from gshare.agent.service.registry import LOCK, TrainerConfig, create_trainer_dir, is_held
 from gshare.agent.service.server import connect_socket
 from gshare.agent.service.wire import FrameReader, convert, encode
 
@@ -191,6 +192,7 @@ class Spawned:
     process: subprocess.Popen[bytes]
     log: Path
     supervisor_fd: int  # the flock that keeps the directory from being collected
+    no_log: str = ""  # why `log` is /dev/null
 
     def wait_dead(self, timeout: float = 10.0) -> int:
         """The exit code (negative: the signal). One that hangs after hanging up is killed."""
@@ -216,9 +218,9 @@ class Spawned:
 def spawn_trainer(config: TrainerConfig) -> Spawned:
     """Starts a trainer in a session of its own, so that the terminal's signals do not reach it."""
     directory, lock, supervisor = create_trainer_dir(config)
-    log = log_path(directory.name)
+    log, output, no_log = open_log(directory.name)
     try:
-        with open(log, "ab") as output:
+        with output:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "gshare.agent.service.trainer"),
@@ -236,7 +238,7 @@ def spawn_trainer(config: TrainerConfig) -> Spawned:
             )
     finally:
         os.close(lock)  # the trainer has its own copy, and must be the only one who keeps it locked
-    return Spawned(directory, process, log, supervisor)
+    return Spawned(directory, process, log, supervisor, no_log)
 
 
 def _connect(directory: Path, timeout: float) -> socket.socket:

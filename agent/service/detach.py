@@ -20,7 +20,8 @@ from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.describe import describe
-from gshare.agent.service.registry import TrainerConfig, above_stdio, log_path
+from gshare.agent.service.log_stream import forgive_output, open_log
+from gshare.agent.service.registry import TrainerConfig, above_stdio
 from gshare.agent.service.sinks import Sinks
 from gshare.agent.service.supervise import StopRequest, Supervisor
 
@@ -38,11 +39,13 @@ def detach(plan: DetachedPlan) -> tuple[int, str]:
 
     Raises `GshareError` with its last words when it ends before that.
     """
-    log = log_path(f"client-{os.getpid()}-{time.time_ns()}")
+    log, output, no_log = open_log(f"client-{os.getpid()}-{time.time_ns()}")
+    if no_log:
+        print(no_log, file=sys.stderr)
     ready, ready_write = map(above_stdio, os.pipe())
     with os.fdopen(ready, "rb") as reader:
         try:
-            with open(log, "ab") as output:
+            with output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "gshare.agent.service.detach", "--ready-fd", str(ready_write)],
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="gets one byte when the trainer lists the jobs"
     )
+    forgive_output()
     ready: list[int] = [parser.parse_args(arguments).ready_fd]
     os.set_inheritable(ready[0], False)
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=DetachedPlan)

@@ -32,6 +32,9 @@ class Journal:
         self._events: deque[tuple[int, Event]] = deque(maxlen=keep)
         self._last_seq = 0
         self._lines = 0
+        self._torn = False
+        #: Why the file has gaps; clients get every event all the same, from memory.
+        self.problem = ""
         self._fd = _open_append(path)
 
     @property
@@ -49,11 +52,16 @@ class Journal:
         with self._lock:
             self._last_seq += 1
             self._events.append((self._last_seq, event))
-            if self._lines >= 2 * self._keep:
-                self._rewrite()
-            else:
-                os.write(self._fd, _line(self.journal_id, self._last_seq, event))
-                self._lines += 1
+            try:
+                if self._lines >= 2 * self._keep:
+                    self._rewrite()
+                else:
+                    # Starts a line of its own after one that a full disk has cut off.
+                    line = b"\n" * self._torn + _line(self.journal_id, self._last_seq, event)
+                    self._torn = os.write(self._fd, line) != len(line)
+                    self._lines += 1
+            except OSError as error:
+                self.problem = f"{self._path}: {error.strerror}"
             return self._last_seq
 
     def after(self, seq: int) -> tuple[int, Event] | None:

@@ -13,6 +13,7 @@ Trust boundary: the directory is 0700 and ours; whoever is this user (or root) m
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -122,15 +123,24 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
     """
     root = trainers_dir()
     directory = root / f".new-{secrets.token_hex(4)}"
-    directory.mkdir(mode=0o700)
-    lock = take_lock(directory / LOCK)
-    supervisor = take_lock(directory / SUPERVISOR)
-    assert lock is not None
-    assert supervisor is not None
-    write_json(directory / "trainer.json", config)
-    final = root / directory.name.removeprefix(".new-")
-    directory.rename(final)
-    return final, lock, supervisor
+    held: list[int] = []
+    try:
+        directory.mkdir(mode=0o700)
+        for name in (LOCK, SUPERVISOR):
+            lock = take_lock(directory / name)
+            assert lock is not None
+            held.append(lock)
+        write_json(directory / "trainer.json", config)
+        final = root / directory.name.removeprefix(".new-")
+        directory.rename(final)
+    except OSError as error:
+        for lock in held:
+            os.close(lock)
+        remove_trainer_dir(directory)
+        raise GshareError(
+            f"{root}: {error.strerror}; a trainer needs a directory there: make room or set XDG_RUNTIME_DIR"
+        ) from None
+    return final, held[0], held[1]
 
 
 def take_lock(path: Path) -> int | None:
@@ -190,9 +200,13 @@ def collect_dead() -> list[FinishedJob]:
         if lock is None:
             continue  # another collector was faster
         try:
-            for job in _unfinished(directory):
-                record_finished(job)
-                lost.append(job)
+            unfinished = _unfinished(directory)
+            try:
+                for job in unfinished:
+                    record_finished(job)
+            except OSError:
+                continue  # a full disk: stays for a later collector
+            lost += unfinished
             remove_trainer_dir(directory)
         finally:
             os.close(lock)
@@ -241,6 +255,11 @@ def record_finished(job: FinishedJob) -> None:
         os.close(lock)
 
 
+def not_recorded(error: OSError) -> str:
+    """For people: what a failed `record_finished` means."""
+    return f"`gshare jobs` will not list jobs that end now: {error.filename or 'its file'}: {error.strerror}"
+
+
 def finished_jobs() -> list[FinishedJob]:
     """The last record of every ended job's name, newest first."""
     newest: dict[str, FinishedJob] = {}
@@ -262,8 +281,12 @@ def log_path(identity: str) -> Path:
 def write_json(path: Path, value: msgspec.Struct) -> None:
     """Whole or not at all for readers: temp file, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, kind: type[T]) -> T:
@@ -283,7 +306,10 @@ def append_line(path: Path, value: msgspec.Struct) -> None:
     line = json.dumps(strict_json(msgspec.to_builtins(value))).encode() + b"\n"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.write(fd, line)
+        written = os.write(fd, line)
+        if written != len(line):
+            os.ftruncate(fd, os.fstat(fd).st_size - written)  # half a line would spoil the next one too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)
 

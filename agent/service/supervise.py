@@ -35,8 +35,10 @@ from gshare.agent.service.protocol import (
     SubmitJobs,
 )
 from gshare.agent.service.registry import (
+    ExitRecord,
     FinishedJob,
     TrainerConfig,
+    not_recorded,
     read_exit,
     record_finished,
     remove_trainer_dir,
@@ -103,6 +105,7 @@ class Supervisor:
         self._here: set[str] = set()  # sent to the trainer that runs now
         self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
         self._busy: set[str] = set()  # refused because another trainer writes to their directories
+        self._warned: set[str] = set()
         self._stop_sent = False
         self._exit_code: int | None = None  # of a trainer that ended in order, with an error
         self.logs: list[str] = []  # of the trainers that ran, for a last message
@@ -154,6 +157,8 @@ class Supervisor:
     def _start(self, jobs: tuple[str, ...]) -> None:
         self._trainer = spawn_trainer(self.config)
         self.logs.append(str(self._trainer.log))
+        if self._trainer.no_log:
+            self._warn(self._trainer.no_log)
         self._here = set()
         self._waiting = {}
         self._connection = TrainerClient(self._trainer.directory, self.client or f"pid-{os.getpid()}")
@@ -220,8 +225,17 @@ class Supervisor:
         last = self.table.get(job)
         assert last is not None
         trainer_id = self._trainer.directory.name if self._trainer else ""
-        record_finished(FinishedJob(status=last, ended=time.time(), trainer_id=trainer_id))
+        try:
+            record_finished(FinishedJob(status=last, ended=time.time(), trainer_id=trainer_id))
+        except OSError as error:
+            self._warn(not_recorded(error))
         return actions
+
+    def _warn(self, text: str) -> None:
+        """Once for every text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.on_event(TrainerMessage(level="warning", text=text))
 
     def _stop_own(self) -> None:
         self._stop_sent = True
@@ -257,6 +271,8 @@ class Supervisor:
             if not event.job or event.job in self._by_name:
                 self._take(event)
         ended_in_order = read_exit(trainer.directory)
+        if ended_in_order is None and code in (EXIT_OK, EXIT_SIGTERM):
+            ended_in_order = ExitRecord(code=code, reason="it could not write down why")  # a full disk
         in_flight = read_breadcrumb(trainer.directory)
         trainer.release()
         remove_trainer_dir(trainer.directory)

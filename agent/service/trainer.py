@@ -11,6 +11,7 @@ client, which decides. What ends it in any other way is a crash, for the supervi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import queue
@@ -39,6 +40,7 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
 from gshare.agent.service.environment import trainer_environment
 from gshare.agent.service.journal import Journal
+from gshare.agent.service.log_stream import forgive_output
 from gshare.agent.service.output_dir import OutputClaim, RunRecord
 from gshare.agent.service.protocol import (
     PROTOCOL_VERSION,
@@ -59,6 +61,7 @@ from gshare.agent.service.registry import (
     TrainerConfig,
     append_line,
     is_held,
+    not_recorded,
     read_json,
     record_finished,
     remove_trainer_dir,
@@ -110,14 +113,18 @@ class Trainer:
         self._runner: Runner | None = None
         self._fingerprint: dict[str, str] = {}
         self._base: str | None = None
+        self._warned: set[str] = set()
         self._terminating = False
         self._shutdown = False
+
+    def listen(self) -> None:
+        """To be called before `run`. Raises `OSError` when the socket cannot be made."""
+        self._server.start()
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._server.start()
         try:
             self._load()
             code, reason = self._work()
@@ -178,7 +185,8 @@ class Trainer:
         self._crumb.write(())
         for claim in self._claims.values():
             claim.release()
-        write_json(self._directory / "exit.json", ExitRecord(code=code, reason=reason))
+        with contextlib.suppress(OSError):  # the exit code says it too
+            write_json(self._directory / "exit.json", ExitRecord(code=code, reason=reason))
         self._server.close()
         self._journal.close()
         self._crumb.close()
@@ -215,9 +223,21 @@ class Trainer:
             claim = self._claims.pop(event.job, None)
             if claim is not None:
                 claim.release()
-            record_finished(FinishedJob(status=status, ended=time.time(), trainer_id=self._directory.name))
+            record = FinishedJob(status=status, ended=time.time(), trainer_id=self._directory.name)
+            try:
+                record_finished(record)
+            except OSError as error:
+                self._warn(not_recorded(error))
         # Last: who is told that a job ended finds its directory unlocked.
         self._server.publish(self._journal.append(event) if isinstance(event, DURABLE) else 0, event)
+        if self._journal.problem:
+            self._warn(f"{self._journal.problem}; events of a crash may be lost")
+
+    def _warn(self, text: str) -> None:
+        """Once for every text: a full disk costs the records about training, never the training."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._on_event(TrainerMessage(level="warning", text=text))
 
     def _arrived(self, request: SubmitJobs, client: str) -> None:
         """From the server's thread: jobs are listed while the base is loaded or a round is computed."""
@@ -311,7 +331,10 @@ class Trainer:
         self._table.add(status)
         self._claims[spec.name] = claim
         self._owner[spec.name] = None if connection.detached else connection.key
-        append_line(self._directory / "jobs.jsonl", status)
+        try:
+            append_line(self._directory / "jobs.jsonl", status)
+        except OSError as error:
+            self._warn(f"{self._directory}: {error.strerror}; a crash may go unexplained")
         try:
             self._runner.admit(msgspec.structs.replace(request, client=connection.client))
         except GshareError:
@@ -344,13 +367,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, required=True, help="the trainer's directory, with trainer.json")
     parser.add_argument("--lock-fd", type=int, help="an open descriptor that holds the lock of the directory")
     options = parser.parse_args(arguments)
+    forgive_output()
     os.environ.update(trainer_environment())  # before the runner loads torch
     if options.lock_fd is not None:
         os.set_inheritable(options.lock_fd, False)
     elif take_lock(options.dir / LOCK) is None:
         print(f"{options.dir}: another trainer runs there", file=sys.stderr)
         return EXIT_FAILURE
-    return Trainer(options.dir, read_json(options.dir / "trainer.json", TrainerConfig)).run()
+    config = read_json(options.dir / "trainer.json", TrainerConfig)
+    try:
+        trainer = Trainer(options.dir, config)
+        trainer.listen()
+    except OSError as error:
+        print(f"{options.dir}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILURE
+    return trainer.run()
 
 
 if __name__ == "__main__":
