@@ -167,6 +167,9 @@ def test_bad_options_and_models_are_refused(tmp_path: Path, model: Path) -> None
         with pytest.raises(UsageError, match=says):
             make(model, [GOOD], **options)
     assert make(model, [GOOD], max_length=2048).n_rows == 1
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": -1}))
+    with pytest.raises(UsageError, match="max_position_embeddings must be a positive integer, not -1"):
+        make(model, [GOOD], max_length=64)
     (model / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config.json: not readable as JSON"):
         make(model, [GOOD])

@@ -135,6 +135,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"head_dim": 15}, ["head_dim", "15"]),
     ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+    ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "at most 10000"]),
+    ({"max_position_embeddings": -1}, ["max_position_embeddings", "positive integer, not -1"]),
+    ({"hidden_size": 2**40}, ["hidden_size", "at most"]),
+    ({"rope_theta": 10**400}, ["rope_theta", "finite"]),
+    ({"rms_norm_eps": float("inf")}, ["rms_norm_eps", "finite"]),
     ({"vocab_size": None}, ["vocab_size", "missing"]),
     ({"attention_bias": "yes"}, ["attention_bias", "'yes'"]),
     ({"eos_token_id": "x"}, ["eos_token_id"]),
@@ -186,4 +191,17 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UsageError, match="JSON object"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_layers_without_end_are_refused_before_they_are_listed(tmp_path: Path, family: str) -> None:
+    with pytest.raises(UsageError, match="num_hidden_layers must be at most"):
+        config_of(tmp_path, family, num_hidden_layers=10**12)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_absurd_json_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match="cannot be read"):
         read_config(tmp_path)

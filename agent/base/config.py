@@ -22,6 +22,10 @@ _REFUSED_ROPE = {
 }
 
 
+#: The deepest models have some hundreds; tensors are listed by name for every layer.
+_MOST_LAYERS = 10_000
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding over all `head_dim` features; fields beyond `factor` serve llama3 or yarn."""
@@ -128,10 +132,10 @@ def read_config(model_dir: Path) -> ModelConfig:
     raw = RawConfig.read(model_dir)
     family = family_of(raw)
     _refuse_unsupported(raw)
+    # Before the family, which may list something for each layer.
+    layers = raw.integer("num_hidden_layers", most=_MOST_LAYERS)
     traits = family.traits(raw)
-    hidden, heads, layers = (
-        raw.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads")
     kv_heads = raw.integer("num_key_value_heads", traits.default_kv_heads or heads)
     if heads % kv_heads:
         raise raw.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import shorten
+
+_MOST = 1e30  # nothing sensible is above; it and its square root fit in fp32
 
 
 class RawConfig:
@@ -25,7 +28,7 @@ class RawConfig:
             raise UsageError(
                 f"{model_dir} has no config.json; give a Hugging Face directory, a hub id or a .gguf file"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{path} must hold a JSON object")
@@ -35,15 +38,17 @@ class RawConfig:
         """Present and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without `default` the key must be there. null counts as absent."""
+    def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A positive integer up to `most`; without `default` the key must be there. null counts as absent."""
         value = self.values.get(key)
         if value is None:
             value = default
         if value is None:
             raise self.error(key, "is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, f"must be a positive integer, not {value!r}")
+            raise self.error(key, f"must be a positive integer, not {shorten(value)}")
+        if value > most:
+            raise self.error(key, f"must be at most {most}, not {shorten(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -53,8 +58,8 @@ class RawConfig:
             value = default
         if value is None:
             raise self.error(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise self.error(key, f"must be a positive number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+            raise self.error(key, f"must be a positive, finite number, not {shorten(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

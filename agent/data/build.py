@@ -269,6 +269,11 @@ def _check_max_length(max_length: int, tokenizer_dir: Path) -> None:
     if max_length < 2:  # one token has nothing to be predicted from
         raise UsageError(f"max_length must be at least 2, found {max_length}")
     limit = _read_json(tokenizer_dir / "config.json").get("max_position_embeddings")
+    if isinstance(limit, int) and limit < 1:
+        raise UsageError(
+            f"{tokenizer_dir / 'config.json'}: max_position_embeddings must be a positive integer, "
+            f"not {limit}"
+        )
     if isinstance(limit, int) and max_length > limit:
         raise UsageError(
             f"max_length {max_length} is beyond the model's max_position_embeddings, {limit} "
