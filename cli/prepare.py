@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import load_run_spec, run_spec_from_flags
 from gshare.cli.paths import cache_dir
@@ -54,6 +55,7 @@ def prepare(run: RunSpec, console: Console, *, resume: bool) -> tuple[Path, list
             status.update(Text(f"{what}: {done / total:.0%}" if total else what))
 
         found = resolve_model(run.model, cache_dir=cache_dir(), base_dtype=run.base_dtype, progress=progress)
+        _check_model(run, found.path)
         requests: list[JobRequest] = []
         for spec in run.adapters:
             train = _tokenise(spec, spec.data, found.path, console)
@@ -71,6 +73,39 @@ def prepare(run: RunSpec, console: Console, *, resume: bool) -> tuple[Path, list
                 )
             )
     return found.path, requests
+
+
+def _check_model(run: RunSpec, model_dir: Path) -> None:
+    """What the trainer would find only after it has started: a model it cannot load, an adapter beyond it.
+
+    From config.json and the headers of the tensor files alone.
+    """
+    from gshare.agent.base.checkpoint_files import locate_tensors
+    from gshare.agent.base.config import read_config
+
+    config = read_config(model_dir)
+    locate_tensors(model_dir, config)
+    faults = Faults()
+    for spec in run.adapters:
+        where = f"adapter {spec.name}"
+        beyond = [layer for layer in spec.layers_to_transform or () if layer >= config.num_layers]
+        if beyond:
+            faults.add(
+                f"{where}: layers_to_transform",
+                f"{beyond[0]} is no layer of this model, which has {config.num_layers} "
+                f"(0 to {config.num_layers - 1})",
+            )
+        if spec.max_length > config.max_position_embeddings:
+            faults.add(
+                f"{where}: max_length",
+                f"{spec.max_length} is beyond the model's max_position_embeddings, "
+                f"{config.max_position_embeddings}; set it to that or less",
+            )
+        if Path(spec.output_dir).resolve() == model_dir.resolve():
+            faults.add(
+                f"{where}: output_dir", f"{spec.output_dir} is the model's directory; choose another one"
+            )
+    faults.raise_if_any()
 
 
 def _tokenise(spec: AdapterSpec, data: str, tokenizer_dir: Path, console: Console) -> TokenStore:

@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.data.build import build_token_store
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.jobs.spec_file import run_spec_from_flags
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
 from gshare.agent.train.runner import Runner
+from gshare.cli.main import main
 
 OPTIONS = {"r": 4, "max_steps": 40, "save_steps": 5, "max_length": 32, "eval_steps": 10}
 
@@ -113,3 +115,43 @@ def test_a_poisonous_job_fails_and_its_co_tenants_keep_their_bits(
     for name in ("a", "b"):
         fused = Path(f"out/{name}/adapter_model.safetensors").read_bytes()
         assert fused == train_alone(tiny_checkpoint, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers-to-transform", "0,99"], "adapter a: layers_to_transform: 99 is no layer of this model"),
+        (["--max-length", "100000"], "adapter a: max_length: 100000 is beyond"),
+        (["--adapter", "b=a.jsonl:model"], "adapter b: output_dir: "),
+        (["shape"], "config.json asks for"),
+        (["truncated"], "truncated or not a safetensors file"),
+        (["no weights"], "has neither model.safetensors nor"),
+    ],
+)
+def test_what_does_not_fit_the_model_shows_before_a_trainer_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    model = make_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    weights = model / "model.safetensors"
+    if arguments == ["shape"]:
+        config = json.loads((model / "config.json").read_text())
+        config["intermediate_size"] += 2
+        (model / "config.json").write_text(json.dumps(config))
+    elif arguments == ["truncated"]:
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif arguments == ["no weights"]:
+        weights.unlink()
+    flags = arguments if arguments[0].startswith("--") else []
+    length = [] if "--max-length" in flags else ["--max-length", "64"]
+    assert main(["finetune", "--model", "model", "--adapter", "a=a.jsonl:out/a", *length, *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "XDG_RUNTIME_DIR").exists()
+    assert not (tmp_path / "out").exists()

@@ -17,10 +17,10 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def open_shard(path: Path) -> Any:
-    """`safe_open` for torch on the CPU, or UsageError naming the file."""
+def open_shard(path: Path, framework: str = "pt") -> Any:
+    """`safe_open` on the CPU, or UsageError naming the file. "numpy" reads headers without loading torch."""
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safe_open(path, framework=framework, device="cpu")
     except FileNotFoundError:
         raise UsageError(f"{path} is named by {_INDEX} but missing; fetch the checkpoint again") from None
     except (SafetensorError, OSError) as error:
@@ -40,7 +40,7 @@ def locate_tensors(model_dir: Path, config: ModelConfig) -> dict[Path, list[str]
         wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for path in _shards(model_dir):
-        with open_shard(path) as shard:
+        with open_shard(path, "numpy") as shard:
             for name in list(shard.keys()):
                 if name in found:
                     raise UsageError(f"tensor {name} is in both {found[name][0]} and {path}")
