@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 import msgspec
@@ -163,3 +164,16 @@ def test_the_second_of_two_writers_keeps_a_whole_store_and_replaces_a_damaged_on
 def test_a_row_whose_first_token_is_trained_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         make(tmp_path / "s", [(1, [5, 6], [True, True])])
+
+
+def test_a_full_disk_leaves_no_half_written_store(tmp_path: Path) -> None:
+    """Closing a file flushes what is buffered, which fails again; a limit on file size acts the same."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit[1]))
+    try:
+        with pytest.raises(GshareError, match="cannot write the token files") as caught:
+            make(tmp_path / "s", ROWS * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(tmp_path) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,9 @@ import hashlib
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -139,12 +141,16 @@ class StoreWriter:
 
     def __init__(self, target: Path) -> None:
         self.target = target
+        self._files: dict[str, BinaryIO] = {}
+        self._temp: Path | None = None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._temp = Path(tempfile.mkdtemp(prefix=".store-", dir=target.parent))
-            self._files = {name: (self._temp / name).open("wb") for name in _FILES}
+            for name in _FILES:
+                self._files[name] = (self._temp / name).open("wb")
             self._files["offsets.bin"].write(np.zeros(1, "<i8").tobytes())
         except OSError as error:
+            self.discard()
             raise _write_error(target, error) from error
         self.n_rows = self.n_tokens = self.n_label_tokens = self.longest_row = 0
 
@@ -170,6 +176,7 @@ class StoreWriter:
 
     def commit(self, meta: StoreMeta) -> TokenStore:
         """Fsync, rename to `target`, open. A store that is there already is kept if it is whole."""
+        assert self._temp is not None
         try:
             for file in self._files.values():
                 file.flush()
@@ -189,6 +196,7 @@ class StoreWriter:
         return TokenStore.open(self.target)
 
     def _rename(self) -> None:
+        assert self._temp is not None
         try:
             os.rename(self._temp, self.target)
         except OSError as error:
@@ -206,8 +214,10 @@ class StoreWriter:
     def discard(self) -> None:
         """Remove what was written and not committed; harmless after `commit`."""
         for file in self._files.values():
-            file.close()
-        shutil.rmtree(self._temp, ignore_errors=True)
+            with suppress(OSError):  # its flush fails again on a full disk; it is closed all the same
+                file.close()
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
 
 
 def digest_of(path: Path) -> FileDigest:
