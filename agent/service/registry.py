@@ -257,7 +257,8 @@ def record_finished(job: FinishedJob) -> None:
 
 def not_recorded(error: OSError) -> str:
     """For people: what a failed `record_finished` means."""
-    return f"`gshare jobs` will not list jobs that end now: {error.filename or 'its file'}: {error.strerror}"
+    where = error.filename or "the state directory"
+    return f"`gshare jobs` will not list jobs that end now: {where}: {error.strerror}"
 
 
 def finished_jobs() -> list[FinishedJob]:
