@@ -10,11 +10,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import BaseDtype
 
 
 def generate(
-    prompt: str,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],  # `-` alone would be an unknown option
     *,
     model: str,
     adapter: Path | None = None,
@@ -55,13 +56,23 @@ def generate(
         One JSON object with prompt, answer and token count instead of the bare text.
     """
     if prompt == "-":
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the prompt on stdin is not UTF-8 text (byte {error.start})") from None
+    for name, text in (("the prompt", prompt), ("--system", system or "")):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8
+            raise UsageError(f"{name} is not UTF-8 text (character {error.start})") from None
     if not prompt:
         raise UsageError("the prompt is empty")
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise UsageError(f"--temperature {temperature}: must be 0 or more")
+    if temperature != 0 and not 1e-6 <= temperature <= 1e6:  # scores / temperature stay finite in fp32
+        raise UsageError(f"--temperature {temperature}: must be 0 (greedy), or from 1e-6 to 1e6")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed {shorten(seed, 40)}: must be from 0 to {2**63 - 1}")
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 import shutil
@@ -150,6 +151,13 @@ def test_dequantised_merge_uses_what_the_adapter_saw(
         (["generate", "", "--model", "{small}"], "the prompt is empty"),
         (["generate", "hi", "--model", "{here}/none"], "no such directory"),
         (["generate", "hi", "--model", "{small}", "--max-new-tokens", "0"], "must be at least 1"),
+        (["generate", "hi", "--model", "{small}", "--seed", "9" * 30], "must be from 0 to"),
+        (["generate", "hi", "--model", "{small}", "--seed", "-1"], "must be from 0 to"),
+        (["generate", "hi", "--model", "{small}", "--temperature", "1e-320"], "from 1e-6 to 1e6"),
+        (["generate", "hi", "--model", "{small}", "--temperature", "nan"], "from 1e-6 to 1e6"),
+        (["generate", "hi", "--model", "{small}", "--temperature", "-1"], "from 1e-6 to 1e6"),
+        (["generate", "a\udcff", "--model", "{small}"], "the prompt is not UTF-8"),
+        (["generate", "hi", "--system", "a\udcff", "--model", "{small}"], "--system is not UTF-8"),
         (["generate", "x " * 600, "--model", "{small}"], "positions"),
     ],
 )
@@ -257,6 +265,14 @@ def test_a_merge_that_fails_half_way_leaves_nothing(
     with pytest.raises(UsageError, match="does not fit"):
         merge(adapter, small, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_prompt_on_stdin_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"abc\xff")))
+    assert main(["generate", "-", "--model", "none"]) == 2
+    assert "the prompt on stdin is not UTF-8 text (byte 3)" in capsys.readouterr().err
 
 
 def test_generate_prints_the_answer_only(
