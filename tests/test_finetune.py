@@ -38,7 +38,7 @@ def prepare(run, console, *, resume):
         for spec in run.adapters
     ]
 
-finetune._prepare = prepare
+finetune.prepare = prepare
 sys.exit(main.main(sys.argv[1:]))
 """
 
