@@ -21,9 +21,7 @@ import psutil
 import torch
 from gshare.agent.errors import GshareError
 from gshare.agent.vram.budget import CONTEXT_MB
-from gshare.agent.vram.devices import DeviceReading
 from gshare.agent.vram.guard import Cap, Reservation
-from gshare.agent.vram.owners import Owners, used_by_row
 
 #: Left unclaimed for torch's pool of small tensors: norms and indices of a model are a few MiB.
 SMALL_MB = 128
@@ -199,10 +197,10 @@ class GpuGuard(NoGuard):
         before = self._reservation.read_device()
         self._memory.start()
         after = self._reservation.read_device()
-        mine = self._listed_mb(after)
-        if mine is None and self._reservation.device.memory_type == "discrete":
+        mine = self._reservation.listed_mb(after)
+        if not mine and self._reservation.device.memory_type == "discrete":
             mine = (after.used_mb or 0) - (before.used_mb or 0)
-        context = (mine or 0) - self._memory.held_mb()
+        context = mine - self._memory.held_mb()
         return context if context > 0 else CONTEXT_MB
 
     def _set_cap(self) -> Cap:
@@ -220,13 +218,9 @@ class GpuGuard(NoGuard):
             )
 
     def _used_mb(self) -> int:
-        listed = self._listed_mb(self._reservation.read_device()) if self._memory.is_gpu else None
-        return listed if listed else self._memory.held_mb() + self._context_mb
-
-    def _listed_mb(self, reading: DeviceReading) -> int | None:
-        """What the driver says this process uses; None (or 0) when it does not."""
-        row = self._reservation.row
-        return used_by_row(reading, row.id, Owners([row]))
+        row = self._reservation
+        listed = row.listed_mb(row.read_device()) if self._memory.is_gpu else 0
+        return listed or self._memory.held_mb() + self._context_mb
 
 
 def make_guard(

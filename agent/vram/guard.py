@@ -29,6 +29,7 @@ from gshare.agent.trace import Tracer
 from gshare.agent.vram.devices import Device, DeviceReading
 from gshare.agent.vram.identify import visible_devices
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
+from gshare.agent.vram.owners import Owners, used_by_row
 from gshare.agent.vram.queue import OnLook, OnWait, wait_for
 from gshare.agent.vram.rows import Client, Row, RowKind
 
@@ -113,6 +114,11 @@ class Reservation:
     def read_device(self) -> DeviceReading:
         """What the driver says of the device now."""
         return self._ledger.read_devices((self.device,))[self.device.uuid]
+
+    def listed_mb(self, reading: DeviceReading) -> int:
+        """MiB that the driver says this reservation's processes use; 0 when it does not say."""
+        with self.tracer.span("VramQuery"):
+            return used_by_row(reading, self.id, Owners([self.row])) or 0
 
     def cap(self, context_mb: int, total_mb: int) -> Cap:
         """The allocator's cap under this reservation: see `allocator_cap`."""

@@ -1,4 +1,4 @@
-"""The engine of straw under a reservation: tells what it was given, and records its use as the real one does."""
+"""The engine of straw under a reservation: tells what it was given, records its use as the real one does."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ class ReservedRunner(FakeRunner):
     ) -> None:
         super().__init__(**options)
         self._reservation, self._tracer = reservation, tracer
+        budget = reservation.budget_mb if reservation else None
+        visible, threads = (
+            os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        )
         given = (
-            f"device={options['device']} visible={os.environ.get('CUDA_VISIBLE_DEVICES')} may_grow={may_grow} "
-            f"threads={os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE')} "
-            f"budget={reservation.budget_mb if reservation else None} tracer={tracer.enabled}"
+            f"device={options['device']} visible={visible} may_grow={may_grow} "
+            f"threads={threads} budget={budget} tracer={tracer.enabled}"
         )
         self._emit(TrainerMessage(level="info", text=f"given {given}"))
         self._record("load")
