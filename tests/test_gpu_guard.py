@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -78,8 +79,6 @@ class StrawGpu:
         return True
 
     def _show(self) -> None:
-        import os
-
         mine = self.reserved + self.outside_torch
         keys = dict(self._keys)
         if self._listed and mine:
@@ -123,6 +122,15 @@ def test_without_a_list_of_processes_the_context_is_what_the_device_lost(
     with take(ledger, 4000) as reservation:
         guarded(reservation, gpu)
     assert gpu.fractions == [3500 / TOTAL_MB]
+
+
+def test_a_neighbour_that_starts_meanwhile_is_not_taken_for_the_context(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    gpu = StrawGpu(tmp_path, context_mb=3000, listed=False)  # 500 of ours and a neighbour's 2500
+    with take(ledger, 4000) as reservation:
+        guarded(reservation, gpu)
+    assert gpu.fractions == [(4000 - CONTEXT_MB) / TOTAL_MB]
 
 
 def test_where_nothing_can_be_measured_the_usual_context_is_taken(ledger: Ledger, tmp_path: Path) -> None:

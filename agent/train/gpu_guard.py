@@ -25,6 +25,8 @@ from gshare.agent.vram.guard import Cap, Reservation
 
 #: Left unclaimed for torch's pool of small tensors: norms and indices of a model are a few MiB.
 SMALL_MB = 128
+#: No context is so large: a neighbour that started at the same time is in the difference.
+MOST_CONTEXT_MB = 2 * CONTEXT_MB
 #: What an estimate that was too low grows by at a time: a quarter, at least so many MiB.
 GROW_MB = 256
 
@@ -193,13 +195,14 @@ class GpuGuard(NoGuard):
 
     def _start(self) -> int:
         """Make the context; MiB that it takes: by the driver's list of processes, else by what the device
-        lost meanwhile (a neighbour that started at the same time is then in it), else the usual amount."""
+        lost meanwhile, unless that is a neighbour's too, else the usual amount."""
         before = self._reservation.read_device()
         self._memory.start()
         after = self._reservation.read_device()
         mine = self._reservation.listed_mb(after)
         if not mine and self._reservation.device.memory_type == "discrete":
             mine = (after.used_mb or 0) - (before.used_mb or 0)
+            mine = mine if mine - self._memory.held_mb() <= MOST_CONTEXT_MB else 0
         context = mine - self._memory.held_mb()
         return context if context > 0 else CONTEXT_MB
 
