@@ -67,6 +67,7 @@ $(VENV)/.stamp-demo: Makefile | $(VENV)/.stamp-train
 $(VENV)-py310/.stamp: pyproject.toml
 	"$(PYTHON310)" -m venv $(VENV)-py310
 	$(VENV)-py310/bin/python -m pip install --editable '.[test]'
+	$(VENV)-py310/bin/python -m pip install --no-deps $(DEMO_PACKAGES)
 	touch $@
 
 clean:

@@ -55,6 +55,9 @@ MEDIAN_LIMIT_MS = 3.0
 P99_LIMIT_MS = 50.0
 PAUSE_S = 0.05
 
+#: No operation ends for so long: without the lock, rows that nobody clears may fill the device for good.
+STUCK_S = 20.0
+
 #: linux/prctl.h: the signal that a process gets when its parent ends.
 PR_SET_PDEATHSIG = 1
 
@@ -210,7 +213,14 @@ def torture(processes: int, operations: int, kills: int, seed: int, folder: Path
 
     running = {start(worker): worker for worker in range(processes)}
     killed = dead_rows = crashed = 0
+    progress = (0, time.monotonic())
     while running:
+        done = board.total(_DONE)
+        if done != progress[0]:
+            progress = (done, time.monotonic())
+        elif time.monotonic() - progress[1] > STUCK_S:
+            crashed += stop_all(running)
+            break
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended:
             del running[ended]
@@ -251,6 +261,14 @@ def torture(processes: int, operations: int, kills: int, seed: int, folder: Path
         errors=board.total(_ERRORS) + crashed,
         leftovers=len(left),
     )
+
+
+def stop_all(running: dict[int, int]) -> int:
+    """Kill the workers that nothing comes of any more; how many there were."""
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return len(running)
 
 
 def rows_on_disk(directory: Path) -> list[Row]:

@@ -102,7 +102,7 @@ def finetune(
     collect_dead()
     config = TrainerConfig(
         model=run.model,
-        model_dir=str(model_dir),
+        model_dir=str(model_dir.absolute()),
         base_dtype=run.base_dtype,
         schedule=run.schedule,
         max_tokens_per_pass=run.max_tokens_per_pass,

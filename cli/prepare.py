@@ -45,7 +45,7 @@ def prepare(run: RunSpec, console: Console, *, resume: bool) -> tuple[Path, list
     """The model found or converted, every data file tokenised and split once: what is wrong shows here."""
     from gshare.agent.base.resolve import resolve_model
 
-    with console.status(Text(f"looking for {run.model}")) as status:
+    with console.status(Text(f"looking for {Path(run.model).name}")) as status:
 
         def progress(what: str, done: int, total: int) -> None:
             status.update(Text(f"{what}: {done / total:.0%}" if total else what))

@@ -30,6 +30,14 @@ def _dropped_input(x: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
     return rows * slot.keep(index, rows.shape[1])
 
 
+def _aligned(t: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Rows first:last in fp32 at the start of an allocation, so that the bits are those of the sequence
+    alone even where r · 4 bytes is not a multiple of the vector width."""
+    if first == 0 and last == t.shape[0]:
+        return t.float()
+    return t[first:last].float().clone()
+
+
 def _product(rows: torch.Tensor, w: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
     """rows (tokens of the slot, n) @ w (n, m), each sequence with the bits it has alone.
 
@@ -75,10 +83,8 @@ def lora_backward_reference(
         d_input = _product(ds, slot.a, slot) if dx is not None else None
         for index, (first, last) in enumerate(slot.sequences):
             a, b = first - slot.start, last - slot.start
-            # clone(): a fresh, aligned operand, so that the bits are those of the sequence alone
-            # even where r · 4 bytes is not a multiple of the vector width.
-            grad_b += dy[first:last].float().t() @ s[a:b].float().clone()
-            grad_a += ds[a:b].float().clone().t() @ _dropped_input(x, slot, index).float()
+            grad_b += dy[first:last].float().t() @ _aligned(s, a, b)
+            grad_a += _aligned(ds, a, b).t() @ _dropped_input(x, slot, index).float()
             if d_input is not None and slot.keep is not None:
                 d_input[a:b] *= slot.keep(index, d_input.shape[1])
         if dx is not None and d_input is not None:

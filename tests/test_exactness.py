@@ -386,6 +386,44 @@ def test_an_audit_that_never_packed_fails(tiny_checkpoint: Path, tmp_path: Path)
     assert not report.passed
 
 
+def test_case_5_a_row_without_targets_changes_nothing(base: Base) -> None:
+    good = [Row(*_row(length, seed=length)) for length in (23, 31)]
+    tokens, _ = _row(40, seed=9)
+    empty = Row(tokens, np.zeros(40, dtype=bool))
+    (without,), (losses,) = _gradients(base, [good])
+    (beside,), (losses_beside,) = _gradients(base, [[good[0], empty, good[1]]])
+    assert losses_beside == losses
+    _assert_equal(beside, without)
+
+
+def test_case_6_lengths_3_and_60_in_one_pass_or_two(base: Base) -> None:
+    """1 × 2 and 2 × 1 give one gradient: each token weighs 1 / (label tokens of the whole step)."""
+    short, long = Row(*_row(3, seed=1), sample=0), Row(*_row(60, seed=2), sample=1)
+    found = []
+    for batches in ([[short, long]], [[short], [long]]):
+        engine = Engine(base, ReferenceBackend())
+        adapter = engine.new_adapter("a", _spec(lora_dropout=0.1))
+        outcome = Rounds(engine, 16384).run([StepWork(adapter, 0, batches)])[0]
+        labels = short.label_tokens + long.label_tokens
+        assert outcome.loss == pytest.approx(sum(outcome.losses) / labels)
+        found.append((outcome.loss, outcome.grad_norm, _all_gradients(engine, "a")))
+    assert found[0][:2] == found[1][:2]
+    _assert_equal(found[0][2], found[1][2])
+
+
+def test_case_8_packed_sequences_do_not_see_each_other(base: Base) -> None:
+    rows = [Row(np.arange(a, b, dtype=np.int32), np.arange(b - a) > 0) for a, b in ((3, 6), (6, 11))]
+    engine = Engine(base, ReferenceBackend())
+    adapter = engine.new_adapter("a", _spec())
+    (together,) = engine.evaluate([Part(adapter, rows)])
+    apart = [loss for row in rows for loss in engine.evaluate([Part(adapter, [row])])[0]]
+    assert together == apart
+    assert len(together) == 2 + 4
+    joined = Row(np.arange(3, 11, dtype=np.int32), np.arange(8) > 0)
+    (one_sequence,) = engine.evaluate([Part(adapter, [joined])])
+    assert one_sequence[-1] != together[-1], "a target that crosses the boundary would look like this"
+
+
 # ---------------------------------------------------------------------- helpers
 
 

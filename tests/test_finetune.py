@@ -141,8 +141,11 @@ def test_a_signal_checkpoints_and_stops_and_resume_gives_the_same_bits(
     arguments = flags(a="steps=150,sleep=0.005,save=1000")
     process = start(*arguments)
     assert process.stderr is not None
-    while "step 1 of" not in process.stderr.readline():
-        pass
+    for line in process.stderr:
+        if "step 1 of" in line:
+            break
+    else:
+        pytest.fail(f"no first step; exit code {process.wait()}")
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code

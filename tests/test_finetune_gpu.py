@@ -349,7 +349,7 @@ def test_under_mps_the_environment_is_set_before_the_engine_and_checkpoints_come
     make_ledger(tmp_path, device(compute_mode='"EXCLUSIVE_PROCESS"'))
     pipes = Path("p")
     pipes.mkdir()
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "p")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "p"))
     more = ["--vram", "2", "--experimental-mps", "--gpu-share", "40", "--save-steps", "500"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
         daemon.bind("p/control")

@@ -404,7 +404,8 @@ def test_a_refused_job_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
     code, events, _ = supervise([refused, good])
     assert code == 1
     assert states(events, "good")[-1] == "completed"
-    assert "refused by its script" in next(e.reason for e in events if isinstance(e, JobChanged))
+    reasons = [e.reason for e in events if isinstance(e, JobChanged) and e.job == "refused"]
+    assert "refused by its script" in reasons[-1]
     assert not Path(refused.spec.output_dir).exists()
 
 

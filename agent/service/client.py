@@ -209,6 +209,9 @@ def spawn_trainer(config: TrainerConfig) -> Spawned:
                     *(sys.executable, "-m", "gshare.agent.service.trainer"),
                     *("--dir", str(directory), "--lock-fd", str(lock)),
                 ],
+                # `-m` puts the working directory on sys.path (Python 3.10 has no PYTHONSAFEPATH), and in a
+                # clone of gshare the room `kernels` would hide the package that transformers imports.
+                cwd=directory,
                 env={**os.environ, **trainer_environment(), "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -100,6 +100,10 @@ class Runner:
         self._order = 0
         self._stepped = False
         self._guard.record("load")
+        size = (base.nbytes + base.scratch.nbytes) / 2**20
+        self._say(
+            "info", f"base loaded: {model_dir.name}, {base.base_dtype}, {size:,.0f} MiB on {base.device}"
+        )
 
     # ------------------------------------------------------------------ commands
 
