@@ -372,7 +372,7 @@ def test_a_job_whose_adapter_does_not_fit_is_refused_and_the_others_go_on(
 
         with monkeypatch.context() as patch:
             patch.setattr(runner.engine, "new_adapter", no_room)
-            with pytest.raises(GshareError, match=f"large: out of memory; reservation {reservation.id} is"):
+            with pytest.raises(GshareError, match=f"large: cannot be admitted: out of memory; reservation {reservation.id} is"):
                 runner.admit(request(tmp_path, "large"))
         run(runner)
     assert set(reasons(events, "completed")) == {"good"}
