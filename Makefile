@@ -64,7 +64,7 @@ $(VENV)/.stamp-demo: Makefile | $(VENV)/.stamp-train
 	$(BIN)/python -m pip install --no-deps $(DEMO_PACKAGES)
 	touch $@
 
-$(VENV)-py310/.stamp: pyproject.toml
+$(VENV)-py310/.stamp: pyproject.toml Makefile
 	"$(PYTHON310)" -m venv $(VENV)-py310
 	$(VENV)-py310/bin/python -m pip install --editable '.[test]'
 	$(VENV)-py310/bin/python -m pip install --no-deps $(DEMO_PACKAGES)

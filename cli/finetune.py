@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, UsageError
@@ -22,15 +22,21 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
-from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
+from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
+from gshare.cli.gpu_plan import GpuPlan, budget_line, plan_gpu, request_gpu, save_often
 from gshare.cli.prepare import prepare, read_spec
 from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from gshare.agent.jobs.memory import MemoryEstimate
 
 #: Test hook: "module:class" of another engine, so that the processes can be tested without torch.
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
 
 _NO_RUN_FLAGS = RunFlags()
 _NO_ADAPTER_FLAGS = AdapterFlags()
+_NO_GPU_FLAGS = GpuFlags()
 
 
 def finetune(
@@ -44,8 +50,10 @@ def finetune(
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     report_to: Annotated[Sequence[str], Parameter(negative=())] = (),
     device: str = "auto",
+    trace: Annotated[bool, Parameter(negative=())] = False,
     run_flags: RunFlags = _NO_RUN_FLAGS,
     adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
+    gpu_flags: GpuFlags = _NO_GPU_FLAGS,
 ) -> int:
     """Train adapters on one base, all at the same time.
 
@@ -69,17 +77,29 @@ def finetune(
         tensorboard, wandb or trackio; may be given more than once.
     device
         auto, cpu, cuda or cuda:N.
+    trace
+        Keep a trace of the trainer's phases, which `gshare gpu trace` shows.
     """
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     check_sinks(report_to)
+    plan = plan_gpu(gpu_flags, device)
+    if gpu_flags.experimental_mps:
+        run = save_often(run)
     _check_output_dirs(run, resume=resume)
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=resume)
     _check_prepared(run, model_dir, requests)
+    gpu = None
+    if plan is not None:
+        estimate = None if plan.vram_mb is not None else _estimate(run, model_dir, requests, plan)
+        gpu = request_gpu(plan, estimate, [request.spec.name for request in requests])
+        console.print(Text(budget_line(plan, gpu)), soft_wrap=True)
+    elif gpu_flags.vram is not None:
+        console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:
-        print(_memory_table(run, model_dir, requests, device))
+        print(_estimate(run, model_dir, requests, plan).table())
         return EXIT_OK
     collect_dead()
     config = TrainerConfig(
@@ -90,6 +110,8 @@ def finetune(
         max_tokens_per_pass=run.max_tokens_per_pass,
         max_adapters_per_pass=run.max_adapters_per_pass,
         device=device,
+        gpu=gpu,
+        trace=trace,
         runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
     )
     if detach:
@@ -119,21 +141,21 @@ def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest
         )
 
 
-def _memory_table(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], device: str) -> str:
+def _estimate(
+    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], plan: GpuPlan | None
+) -> MemoryEstimate:
     from gshare.agent.base.config import read_config
-    from gshare.agent.base.device import pick_device
     from gshare.agent.jobs.memory import ModelShape, estimate_run, largest_pass
 
     tokens, longest = largest_pass(run)
-    estimate = estimate_run(
+    return estimate_run(
         ModelShape.of(read_config(model_dir)),
         [request.spec for request in requests],
         base_dtype=run.base_dtype,
-        device="cuda" if pick_device(device).type == "cuda" else "cpu",
+        device="cpu" if plan is None else "cuda",
         pass_tokens=tokens,
         longest_row=longest,
     )
-    return estimate.table()
 
 
 def _detach(config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 RUN = Group("Run", sort_key=1)
 ADAPTER = Group("Every adapter", sort_key=2)
+GPU = Group("GPU memory", sort_key=3)
 
 
 @Parameter(name="*", group=RUN)
@@ -79,6 +80,33 @@ class AdapterFlags:
     save_total_limit: Annotated[int | None, Parameter(help="Checkpoints kept (2).")] = None
     val_fraction: Annotated[float | None, Parameter(help="0: no validation.")] = None
     weight: Annotated[float | None, Parameter(help="Share of compute under --schedule fair.")] = None
+
+
+@Parameter(name="*", group=GPU)
+@dataclass(frozen=True)
+class GpuFlags:
+    """What the trainer reserves before it touches a GPU. Without a GPU nothing is reserved."""
+
+    vram: Annotated[
+        str | None, Parameter(help="Memory to reserve: 8 (GiB), 8GiB, 8000MiB. Default: an estimate.")
+    ] = None
+    wait_gpu: Annotated[
+        bool, Parameter(negative="--no-wait-gpu", help="Wait in the queue; else exit with 75 at once.")
+    ] = True
+    timeout: Annotated[
+        str | None, Parameter(help="How long to wait: 90 (seconds), 30m, 1h (default); then exit with 75.")
+    ] = None
+    gpus: Annotated[
+        str | None,
+        Parameter(
+            name=["--gpus", "--gpu"],
+            help="By UUID, the beginning of one, or index; of several, with commas, any one is taken.",
+        ),
+    ] = None
+    experimental_mps: Annotated[
+        bool, Parameter(negative=(), help="Share the GPU's cores with others by NVIDIA MPS.")
+    ] = False
+    gpu_share: Annotated[int | None, Parameter(help="Percent of its cores, under --experimental-mps.")] = None
 
 
 def given(*flags: RunFlags | AdapterFlags) -> dict[str, object]:

@@ -12,6 +12,7 @@ passes over are put right here, or refused, because each would change the number
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,10 @@ def _field(reader: Any, key: str, default: Any = None) -> Any:
 
 def _model(gguf: Path, dtype: str) -> Any:
     import torch
+
+    # tqdm reads this when it is first imported; transformers' own switch does not reach its GGUF reader,
+    # whose bar would print a line at every redraw of a live display.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from gshare.agent.errors import GshareError
-from gshare.agent.jobs.events import Event, Stepped
+from gshare.agent.errors import EXIT_RETRY, EXIT_USAGE, GshareError, RetryLater, UsageError
+from gshare.agent.jobs.events import Event, Stepped, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.describe import describe
 from gshare.agent.service.log_stream import forgive_output, open_log
@@ -37,7 +37,8 @@ class DetachedPlan(msgspec.Struct, frozen=True, kw_only=True):
 def detach(plan: DetachedPlan) -> tuple[int, str]:
     """Starts the client: `(pid, path of its log)`, as soon as its trainer lists its jobs.
 
-    Raises `GshareError` with its last words when it ends before that.
+    A trainer that reserves GPU memory must have it by then, or a place in the queue. Raises an error with
+    the client's exit code when it ends before that.
     """
     log, output, no_log = open_log(f"client-{os.getpid()}-{time.time_ns()}")
     if no_log:
@@ -62,9 +63,8 @@ def detach(plan: DetachedPlan) -> tuple[int, str]:
             process.stdin.write(msgspec.json.encode(plan))
         if not reader.read(1):  # end of file: it is dead
             code = process.wait()
-            raise GshareError(
-                f"the detached client ended at once (exit code {code}); its log says why: {log}"
-            )
+            kind = {EXIT_RETRY: RetryLater, EXIT_USAGE: UsageError}.get(code, GshareError)
+            raise kind(f"the detached client ended at once (exit code {code}); its log says why: {log}")
     return process.pid, str(log)
 
 
@@ -80,11 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sinks = Sinks(plan.report_to, plan.requests)
 
     def on_event(event: Event) -> None:
+        if isinstance(event, TrainerMessage) and event.level != "error":
+            tell_ready()  # the first word of a trainer that reserves: it has its memory, or waits for it
         sinks.take(event)
         if not isinstance(event, Stepped):  # those are in metrics.jsonl
             print(time.strftime("%H:%M:%S"), describe(event), flush=True)
 
     def on_connected() -> None:
+        if plan.config.gpu is None:
+            tell_ready()
+
+    def tell_ready() -> None:
         if ready:  # once: a later trainer is a new one after a crash
             fd = ready.pop()
             os.write(fd, b"1")

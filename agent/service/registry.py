@@ -43,6 +43,22 @@ SUPERVISOR = "supervisor"
 T = TypeVar("T")
 
 
+class GpuRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer reserves before it touches a GPU: `budget_mb` MiB on one of `gpus`, by UUID.
+
+    `may_grow`: the budget is an estimate, which the trainer may correct through the ledger; what the user
+    has set stays. `timeout_s` 0: does not wait.
+    """
+
+    budget_mb: int
+    gpus: tuple[str, ...]
+    task: str  # one line for other users
+    timeout_s: float
+    may_grow: bool = False
+    mps_share: int | None = None  # percent of the GPU's threads under MPS; None: without it
+    client: str = ""
+
+
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`trainer.json`: what a trainer process needs to know before its first client comes."""
 
@@ -53,6 +69,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_tokens_per_pass: int = 16384
     max_adapters_per_pass: int = 0
     device: str = "auto"
+    gpu: GpuRequest | None = None  # None: nothing is reserved
+    trace: bool = False
     runner: str = RUNNER  # "module:class"; only tests name another
     first_client_seconds: float = 60.0  # exits when nobody has connected for so long
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone

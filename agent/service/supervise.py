@@ -47,6 +47,8 @@ from gshare.agent.service.table import JobTable
 
 #: How long the client waits for a trainer that nobody uses any more: its memory should be free on return.
 EXIT_WAIT_SECONDS = 10.0
+#: A trainer after a crash waits at least so long for its memory: the driver frees that of the dead one late.
+RESTART_WAIT_SECONDS = 60.0
 _POLL = 0.1  # seconds; the longest a signal or the screen waits
 
 
@@ -155,18 +157,28 @@ class Supervisor:
                 self._end(job, "failed", action.reason)
 
     def _start(self, jobs: tuple[str, ...]) -> None:
-        self._trainer = spawn_trainer(self.config)
+        client = self.client or f"pid-{os.getpid()}"
+        self._trainer = spawn_trainer(self._config(client))
         self.logs.append(str(self._trainer.log))
         if self._trainer.no_log:
             self._warn(self._trainer.no_log)
         self._here = set()
         self._waiting = {}
-        self._connection = TrainerClient(self._trainer.directory, self.client or f"pid-{os.getpid()}")
+        self._connection = TrainerClient(self._trainer.directory, client)
         self._connection.follow(list(self._by_name))
         self._submit(jobs)
         # Answered after the jobs have arrived: from here on the trainer lists them to whoever asks.
         self._connection.jobs()
         self.on_connected()
+
+    def _config(self, client: str) -> TrainerConfig:
+        """The trainer's configuration, its reservation in this client's name."""
+        gpu = self.config.gpu
+        if gpu is None:
+            return self.config
+        timeout_s = max(gpu.timeout_s, RESTART_WAIT_SECONDS) if self.logs else gpu.timeout_s
+        gpu = msgspec.structs.replace(gpu, client=client, timeout_s=timeout_s)
+        return msgspec.structs.replace(self.config, gpu=gpu)
 
     def _submit(self, jobs: tuple[str, ...]) -> None:
         if not jobs:

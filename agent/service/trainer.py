@@ -2,10 +2,11 @@
 
     python -m gshare.agent.service.trainer --dir DIR      (spawned by `client.spawn_trainer`)
 
-The main thread loads the base and runs rounds; commands of the clients are applied between two rounds. The
-server's thread owns the socket. The process ends when its last client and its last job are gone, or on
-SIGTERM (all jobs are checkpointed first; exit 143). SIGINT and SIGHUP are ignored: a Ctrl-C goes to the
-client, which decides. What ends it in any other way is a crash, for the supervising client to sort out.
+The main thread reserves GPU memory, loads the base and runs rounds; commands of the clients are applied
+between two rounds. The server's thread owns the socket. The process ends when its last client and its last
+job are gone, or on SIGTERM (all jobs are checkpointed first; exit 143). SIGINT and SIGHUP are ignored: a
+Ctrl-C goes to the client, which decides. What ends it in any other way is a crash, for the supervising
+client to sort out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError, RetryLater
@@ -36,6 +37,7 @@ from gshare.agent.jobs.events import (
 )
 from gshare.agent.jobs.names import check_name
 from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.admission import admit
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
 from gshare.agent.service.environment import trainer_environment
@@ -70,13 +72,23 @@ from gshare.agent.service.registry import (
 )
 from gshare.agent.service.server import Command, Connection, Server
 from gshare.agent.service.table import JobTable
+from gshare.agent.service.traces import trace_path
+from gshare.agent.trace import DISABLED, Tracer
+from gshare.agent.trace_file import TraceFile
+from gshare.agent.vram.guard import Reservation
 
 #: How long the main thread sleeps at most when nothing is runnable, seconds.
 _IDLE_POLL = 0.05
+#: A kill loses at most so many seconds of the trace.
+_TRACE_FLUSH = 5.0
 
 
 class Runner(Protocol):
-    """The engine as the trainer drives it; `gshare.agent.train.runner.Runner` is the real one."""
+    """The engine as the trainer drives it; `gshare.agent.train.runner.Runner` is the real one.
+
+    It is made with `reservation` and `may_grow` only where something was reserved, and with `tracer` only
+    where a trace was asked for.
+    """
 
     def admit(self, request: JobRequest) -> None: ...
     def stop(self, job: str, reason: str) -> None: ...
@@ -86,8 +98,12 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class _Terminated(BaseException):
-    """SIGTERM while the base is loaded; no Exception, so that no handler on the way takes it for an error."""
+class _Ended(BaseException):
+    """Ends a trainer without a base; no Exception, so that no handler on the way takes it for an error."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
 
 
 class Trainer:
@@ -111,6 +127,11 @@ class Trainer:
             self._arrived,
         )
         self._runner: Runner | None = None
+        self._reservation: Reservation | None = None
+        self._tracer = Tracer() if config.trace else DISABLED
+        self._trace: TraceFile | None = None
+        self._flushed = 0.0
+        self._alone_since = time.monotonic()  # while it waits for GPU memory
         self._fingerprint: dict[str, str] = {}
         self._base: str | None = None
         self._warned: set[str] = set()
@@ -125,34 +146,61 @@ class Trainer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self._tracer.enabled:
+            self._trace = TraceFile(trace_path(self._directory.name), self._tracer)
         try:
-            self._load()
+            self._load(self._reserve())
             code, reason = self._work()
         except GshareError as error:
             # Foreseen, and not any one job's doing (those the runner ends by itself): no restart would help.
             self._on_event(TrainerMessage(level="error", text=str(error)))
             code, reason = error.exit_code, str(error)
-        except _Terminated:
-            code, reason = EXIT_SIGTERM, "SIGTERM"
+        except _Ended as end:
+            code, reason = end.code, end.reason
         if self._runner is not None:
             self._runner.close()
         return self._leave(code, reason)
 
-    def _load(self) -> None:
+    def _reserve(self) -> dict[str, Any]:
+        """Memory on a GPU, before torch is there to touch one: what the runner is told of it."""
         config = self._config
+        if config.gpu is None:
+            return {"device": config.device}
+        self._reservation, device = admit(
+            config.gpu, device=config.device, say=self._say, on_look=self._while_waiting, tracer=self._tracer
+        )
+        return {"device": device, "reservation": self._reservation, "may_grow": config.gpu.may_grow}
+
+    def _while_waiting(self) -> None:
+        """Between two looks at the queue: ends the trainer when nobody is there any more to wait for."""
+        self._flush_trace()
+        now = time.monotonic()
+        if self._server.clients:
+            self._alone_since = now
+        elif self._server.ever_connected:
+            if now - self._alone_since >= self._config.idle_seconds:
+                raise _Ended(EXIT_OK, "its client left while it waited for GPU memory")
+        elif now - self._alone_since >= self._config.first_client_seconds:
+            raise _Ended(EXIT_OK, "no client ever connected")
+
+    def _load(self, where: dict[str, Any]) -> None:
+        config = self._config
+        if self._tracer.enabled:
+            where = {**where, "tracer": self._tracer}
         module, _, name = config.runner.partition(":")
         # By name: nothing on this side of the engine may import torch, and the tests bring their own.
-        make: Callable[..., Runner] = getattr(importlib.import_module(module), name)
-        self._runner = make(
-            model_dir=Path(config.model_dir),
-            base_dtype=config.base_dtype,
-            schedule=config.schedule,
-            max_tokens_per_pass=config.max_tokens_per_pass,
-            max_adapters_per_pass=config.max_adapters_per_pass,
-            device=config.device,
-            on_event=self._on_event,
-            on_pass=self._crumb.write,
-        )
+        with self._tracer.span("Load", model=config.model):
+            make: Callable[..., Runner] = getattr(importlib.import_module(module), name)
+            self._runner = make(
+                model_dir=Path(config.model_dir),
+                base_dtype=config.base_dtype,
+                schedule=config.schedule,
+                max_tokens_per_pass=config.max_tokens_per_pass,
+                max_adapters_per_pass=config.max_adapters_per_pass,
+                on_event=self._on_event,
+                on_pass=self._crumb.write,
+                **where,
+            )
         self._base = base_identity(Path(config.model_dir))
         self._fingerprint = {
             str(key): str(value) for key, value in getattr(self._runner, "fingerprint", {}).items()
@@ -164,6 +212,7 @@ class Trainer:
         idle_since = started = time.monotonic()
         busy = False
         while True:
+            self._flush_trace()
             self._apply_commands(wait=not busy)
             if self._terminating:
                 self._stop(self._table.active(), "the trainer was asked to stop (SIGTERM)")
@@ -185,6 +234,11 @@ class Trainer:
         self._crumb.write(())
         for claim in self._claims.values():
             claim.release()
+        if self._reservation is not None:
+            # What the driver frees only with the process counts as used outside the ledger until then.
+            self._reservation.release()
+        if self._trace is not None:
+            self._trace.close()
         with contextlib.suppress(OSError):  # the exit code says it too
             write_json(self._directory / "exit.json", ExitRecord(code=code, reason=reason))
         self._server.close()
@@ -196,7 +250,9 @@ class Trainer:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._runner is None:
-            raise _Terminated  # loading may take minutes, and there is nothing to checkpoint yet
+            raise _Ended(
+                EXIT_SIGTERM, "SIGTERM"
+            )  # loading may take minutes, and there is nothing to checkpoint yet
         self._terminating = True
 
     def _hello(self) -> TrainerHello:
@@ -213,6 +269,18 @@ class Trainer:
             ready=self._runner is not None,
             fingerprint=self._fingerprint,
         )
+
+    def _say(self, level: Literal["info", "warning"], text: str) -> None:
+        self._on_event(TrainerMessage(level=level, text=text))
+
+    def _flush_trace(self) -> None:
+        if self._trace is None or time.monotonic() - self._flushed < _TRACE_FLUSH:
+            return
+        self._flushed = time.monotonic()
+        known = self._trace.problem
+        self._trace.flush()
+        if self._trace.problem != known:
+            self._say("warning", self._trace.problem)
 
     def _on_event(self, event: Event) -> None:
         """From the main thread, or from the one that writes checkpoints."""

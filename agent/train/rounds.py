@@ -8,7 +8,7 @@ is a pure function the bits are those that the larger passes would have given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,9 +47,13 @@ class StepOutcome:
     error: Exception | None = None
 
 
+class OutOfMemory(RuntimeError):
+    """One row of one adapter alone does not fit."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's, the CPU allocator's and Python's own."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """CUDA's, the CPU allocator's, Python's own, and that of a round."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, OutOfMemory)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
@@ -83,16 +87,18 @@ def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
     return passes
 
 
-class OutOfMemory(RuntimeError):
-    """One row of one adapter alone does not fit."""
-
-
 class Rounds:
-    """Runs rounds and remembers how many tokens a pass may hold on this machine."""
+    """Runs rounds and remembers how many tokens a pass may hold on this machine.
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
+    `more_memory` is asked when one row alone does not fit: True when it is worth another try.
+    """
+
+    def __init__(
+        self, engine: Engine, max_tokens: int, more_memory: Callable[[], bool] = lambda: False
+    ) -> None:
         self.engine = engine
         self.max_tokens = max_tokens
+        self.more_memory = more_memory
 
     def run(self, work: Sequence[StepWork]) -> list[StepOutcome]:
         """Losses and gradient norms of every adapter's step; the caller commits with `Adapter.update`.
@@ -124,6 +130,8 @@ class Rounds:
                     raise
                 largest = max(sum(part.tokens for part in one) for one in passes)
                 if all(sum(len(part.rows) for part in one) == 1 for one in passes):
+                    if self.more_memory():
+                        continue
                     raise OutOfMemory(
                         f"out of memory with one row of {largest} tokens in the pass; "
                         "lower max_length or use gradient_checkpointing = true"
@@ -161,7 +169,11 @@ class Rounds:
             except Exception as error:
                 largest = max(sum(part.tokens for part in one) for one in passes)
                 single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
-                if not is_out_of_memory(error) or single:
+                if not is_out_of_memory(error):
+                    raise
+                if single:
+                    if self.more_memory():
+                        continue
                     raise
                 self.max_tokens = max(largest // 2, 1)
                 continue

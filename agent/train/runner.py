@@ -31,6 +31,7 @@ from gshare.agent.jobs.events import (
 from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.schedules import JobView, make_schedule
 from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.trace import DISABLED, STEP_SPAN, Tracer
 from gshare.agent.train.checkpoint import (
     Snapshot,
     adapter_config,
@@ -42,8 +43,10 @@ from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
+from gshare.agent.train.gpu_guard import make_guard
 from gshare.agent.train.job import Job, JobData
-from gshare.agent.train.rounds import Rounds, StepOutcome
+from gshare.agent.train.rounds import OutOfMemory, Rounds, StepOutcome, is_out_of_memory
+from gshare.agent.vram.guard import Reservation
 from gshare.kernels.backend import Backend, pick_backend
 
 log = logging.getLogger(__name__)
@@ -65,22 +68,38 @@ class Runner:
         on_pass: Callable[[Sequence[tuple[str, int]]], None],
         backend: Backend | None = None,
         base: Base | None = None,
+        reservation: Reservation | None = None,
+        may_grow: bool = False,
+        tracer: Tracer = DISABLED,
     ) -> None:
-        """`backend` and `base` are for callers that compare several runs over one loaded base (audit)."""
+        """`backend` and `base` are for callers that compare several runs over one loaded base (audit).
+
+        Under a `reservation` the allocator is capped and use is written down; `may_grow` lets it ask the
+        ledger for more. GshareError when the base does not fit into it.
+        """
         where = pick_device(device)
-        backend = backend or pick_backend(where)
-        base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
+        self._emit = on_event
+        self._tracer = tracer
+        self._guard = make_guard(reservation, asked=device, where=where, may_grow=may_grow, say=self._say)
+        try:
+            backend = backend or pick_backend(where)
+            base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise GshareError(f"the base: {self._reason(error)}") from error
         self.model_dir = model_dir
         self.engine = Engine(base, backend)
-        self.rounds = Rounds(self.engine, max_tokens_per_pass)
+        self.rounds = Rounds(self.engine, max_tokens_per_pass, self._guard.more_memory)
         self.fingerprint = numerics_fingerprint(base, backend)
         self._schedule = make_schedule(schedule)
         self._max_adapters = max_adapters_per_pass
-        self._emit = on_event
         self._on_pass = on_pass
         self._writer = CheckpointWriter()
         self._jobs: dict[str, Job] = {}
         self._order = 0
+        self._stepped = False
+        self._guard.record("load")
         size = (base.nbytes + base.scratch.nbytes) / 2**20
         what = f"{model_dir.name}, {base.base_dtype}, {size:,.0f} MiB on {base.device}"
         self._say("info", f"base loaded: {what}")
@@ -121,6 +140,8 @@ class Runner:
         except Exception as error:
             # Whatever it is (out of memory, a checkpoint that lies), it is this job's: the others go on.
             log.exception("job %s was not admitted", name)
+            if is_out_of_memory(error):
+                raise GshareError(f"adapter {name}: cannot be admitted: {self._reason(error)}") from error
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise GshareError(f"adapter {name}: cannot be admitted: {what}") from error
         finally:
@@ -154,6 +175,8 @@ class Runner:
         """Wait for the checkpoints in flight."""
         self._writer.flush()
         self._writer.close()
+        if summary := self._guard.summary():
+            self._say("info", summary)
 
     # ------------------------------------------------------------------ a round
 
@@ -189,13 +212,17 @@ class Runner:
             return bool(work)
         self._on_pass([(job.name, job.step) for job in jobs])
         limit, started = self.rounds.max_tokens, time.monotonic()
-        outcomes = self.rounds.run([job.next_work() for job in jobs])
-        if self.rounds.max_tokens < limit:
-            self._say("warning", f"out of memory: going on with {self.rounds.max_tokens} tokens a pass")
-        seconds = time.monotonic() - started
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            if job.state == "running":  # a failed save, learnt of while another job ended, may have ended it
-                self._commit(job, outcome, seconds)
+        with self._tracer.span(STEP_SPAN, adapters=len(jobs)):
+            outcomes = self.rounds.run([job.next_work() for job in jobs])
+            if self.rounds.max_tokens < limit:
+                self._say("warning", f"out of memory: going on with {self.rounds.max_tokens} tokens a pass")
+            seconds = time.monotonic() - started
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                if job.state == "running":  # a failed save, learnt of when another ended, may have ended it
+                    self._commit(job, outcome, seconds)
+        if not self._stepped:
+            self._stepped = True
+            self._guard.record("first_step")
         self._evaluate([job for job in jobs if job.state == "running" and job.due(job.spec.eval_steps)])
         for job in jobs:
             if job.state == "running":
@@ -261,7 +288,9 @@ class Runner:
         if not with_rows:
             return
         try:
-            losses = self.rounds.evaluate([(job.adapter, job.data.validation()) for job in with_rows])
+            with self._tracer.span("Evaluate", adapters=len(with_rows)):
+                losses = self.rounds.evaluate([(job.adapter, job.data.validation()) for job in with_rows])
+            self._guard.record("eval")
         except Exception as error:
             if len(with_rows) == 1:
                 self._fail(with_rows[0], error)
@@ -304,8 +333,14 @@ class Runner:
 
     def _fail(self, job: Job, error: Exception) -> None:
         log.error("job %s failed", job.name, exc_info=error)
-        text = str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
-        self._end(job, "failed", text)
+        self._end(job, "failed", self._reason(error))
+
+    def _reason(self, error: Exception) -> str:
+        """One line for people; of an out-of-memory error under a reservation, whose limit it was."""
+        whose = self._guard.explain() if is_out_of_memory(error) else ""
+        if whose:
+            return f"{error if isinstance(error, OutOfMemory) else 'out of memory'}; {whose}"
+        return str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
 
     def _end(self, job: Job, state: JobStateName, reason: str) -> None:
         self._writer.flush()
@@ -336,20 +371,22 @@ class Runner:
             return
         if kind == "step":
             job.saved_step = job.step
-        snapshot = Snapshot(
-            job=job.name,
-            step=job.step,
-            adapter=job.adapter.parameters(),
-            optimizer=job.adapter.optimizer_tensors() if kind == "step" else {},
-            state={**job.counters(), "fingerprint": self.fingerprint},
-        )
-        self._writer.submit(
-            snapshot,
-            job.output_dir,
-            kind,
-            adapter_config=adapter_config(job.spec, str(self.model_dir)),
-            save_total_limit=job.spec.save_total_limit,
-        )
+        with self._tracer.span("Save", kind=kind):
+            snapshot = Snapshot(
+                job=job.name,
+                step=job.step,
+                adapter=job.adapter.parameters(),
+                optimizer=job.adapter.optimizer_tensors() if kind == "step" else {},
+                state={**job.counters(), "fingerprint": self.fingerprint},
+            )
+            self._writer.submit(
+                snapshot,
+                job.output_dir,
+                kind,
+                adapter_config=adapter_config(job.spec, str(self.model_dir)),
+                save_total_limit=job.spec.save_total_limit,
+            )
+        self._guard.record("save")
 
     def _collect_writer_errors(self) -> None:
         """Tell what the writer's thread did since the last look; a failed save ends its job."""

@@ -16,6 +16,14 @@ MAX_MB = 16 * 1024 * 1024
 #: A year: a longer wait or lease is a unit mixed up.
 MAX_SECONDS = 366 * 86400.0
 
+#: What a process takes on a GPU beside its tensors, MiB: the CUDA context with the kernels loaded into it,
+#: 300 to 600 on data-centre cards. The guard measures it; this is for estimates and where it cannot.
+CONTEXT_MB = 768
+#: CUBLAS_WORKSPACE_CONFIG=:4096:8 is 32 MiB a handle; as much again for kernels' scratch.
+WORKSPACE_MB = 64
+#: An allocator's blocks are larger than the tensors in them, and what is free between two cannot be joined.
+FRAGMENTATION = 0.10
+
 #: Unit → bytes. A bare number is GiB; GB and MB are powers of ten, as disk and card makers use them.
 _BYTES = {
     "": 2**30,
@@ -62,6 +70,15 @@ def parse_budget(text: str | float, *, what: str = "--vram") -> int:
     if mb < 1:
         raise UsageError(f"{what}: {shown} is less than one MiB; a bare number is GiB")
     return math.ceil(mb)
+
+
+def with_allowance(tensor_bytes: int) -> int:
+    """MiB to reserve for `tensor_bytes` of tensors: context, workspaces and fragmentation on top.
+
+    >>> with_allowance(1000 * 2**20)
+    1932
+    """
+    return math.ceil(tensor_bytes / 2**20 * (1 + FRAGMENTATION)) + CONTEXT_MB + WORKSPACE_MB
 
 
 def parse_duration(text: str | float, *, what: str = "--for") -> float:

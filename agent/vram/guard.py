@@ -29,7 +29,8 @@ from gshare.agent.trace import Tracer
 from gshare.agent.vram.devices import Device, DeviceReading
 from gshare.agent.vram.identify import visible_devices
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
-from gshare.agent.vram.queue import OnWait, wait_for
+from gshare.agent.vram.owners import Owners, used_by_row
+from gshare.agent.vram.queue import OnLook, OnWait, wait_for
 from gshare.agent.vram.rows import Client, Row, RowKind
 
 #: An hour: the default time that a request waits for memory.
@@ -113,6 +114,11 @@ class Reservation:
     def read_device(self) -> DeviceReading:
         """What the driver says of the device now."""
         return self._ledger.read_devices((self.device,))[self.device.uuid]
+
+    def listed_mb(self, reading: DeviceReading) -> int:
+        """MiB that the driver says this reservation's processes use; 0 when it does not say."""
+        with self.tracer.span("VramQuery"):
+            return used_by_row(reading, self.id, Owners([self.row])) or 0
 
     def cap(self, context_mb: int, total_mb: int) -> Cap:
         """The allocator's cap under this reservation: see `allocator_cap`."""
@@ -230,6 +236,7 @@ def reserve(
     kind: RowKind = "trainer",
     clients: Sequence[Client] = (),
     on_wait: OnWait | None = None,
+    on_look: OnLook | None = None,
     on_warning: Callable[[str], None] | None = None,
     ledger: Ledger | None = None,
 ) -> Reservation:
@@ -237,6 +244,7 @@ def reserve(
 
     Waits up to `timeout_s` seconds, 0 not at all: then RetryLater (exit 75). UsageError when it can never
     fit, GshareError when the device or the ledger is in trouble. `task` is one line for other users.
+    What `on_look` raises ends the wait.
     """
     ledger = ledger if ledger is not None else Ledger()
     wanted = Wanted(
@@ -246,7 +254,7 @@ def reserve(
         kind=kind,
         clients=tuple(clients),
     )
-    grant = wait_for(ledger, wanted, timeout_s=timeout_s, on_wait=on_wait)
+    grant = wait_for(ledger, wanted, timeout_s=timeout_s, on_wait=on_wait, on_look=on_look)
     return Reservation(ledger, grant, on_warning if on_warning is not None else _warn)
 
 

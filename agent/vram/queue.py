@@ -20,32 +20,52 @@ FULL_LOOK_S = 2.0
 
 #: Told when the request starts to wait and whenever its position or reason changes.
 OnWait = Callable[[Queued], None]
+#: Called after every look that did not serve the request; what it raises ends the wait.
+OnLook = Callable[[], None]
 
 
 #: A waiting request says again where it stands after this many seconds, when only the reason changed.
 SAY_AGAIN_S = 30.0
 
 
+def place_line(queued: Queued) -> str:
+    """Where a request stands, in one line."""
+    decision = queued.decision
+    return f"waiting for {queued.gpu_uuid}, place {decision.position}: {decision.reason}"
+
+
 class Announcer:
     """An `OnWait` for people: a line when the place changes, and now and then when only the reason does."""
 
-    def __init__(self, say: Callable[[str], None], every_s: float = SAY_AGAIN_S) -> None:
-        self._say, self._every_s = say, every_s
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        every_s: float = SAY_AGAIN_S,
+        line: Callable[[Queued], str] = place_line,
+    ) -> None:
+        self._say, self._every_s, self._line = say, every_s, line
         self._position, self._at = 0, 0.0
 
     def __call__(self, queued: Queued) -> None:
-        decision = queued.decision
+        position = queued.decision.position
         now = time.monotonic()
-        if decision.position != self._position or now - self._at >= self._every_s:
-            self._position, self._at = decision.position, now
-            self._say(f"waiting for {queued.gpu_uuid}, place {decision.position}: {decision.reason}")
+        if position != self._position or now - self._at >= self._every_s:
+            self._position, self._at = position, now
+            self._say(self._line(queued))
 
 
-def wait_for(ledger: Ledger, wanted: Wanted, *, timeout_s: float, on_wait: OnWait | None = None) -> Grant:
+def wait_for(
+    ledger: Ledger,
+    wanted: Wanted,
+    *,
+    timeout_s: float,
+    on_wait: OnWait | None = None,
+    on_look: OnLook | None = None,
+) -> Grant:
     """Reserve, waiting at most `timeout_s` seconds; 0 does not wait at all.
 
     RetryLater (exit 75) when the time is over; the queue is left however this ends. Errors of
-    `Ledger.reserve` pass through.
+    `Ledger.reserve` and of the two callbacks pass through. Looks come every `FULL_LOOK_S` at the latest.
     """
     deadline = time.monotonic() + timeout_s
     join_s = timeout_s if timeout_s > 0 else None
@@ -68,6 +88,8 @@ def wait_for(ledger: Ledger, wanted: Wanted, *, timeout_s: float, on_wait: OnWai
             if on_wait is not None and news != told:
                 told = news
                 on_wait(answer)
+            if on_look is not None:
+                on_look()
             _sleep(ledger, stamp, deadline)
     finally:
         if place is not None:

@@ -12,6 +12,11 @@ from gshare.agent.vram.nvml import NoNvml, NvmlDevices
 from gshare.agent.vram.simulated import SimulatedDevices
 
 
+def is_simulated(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether `GSHARE_DEVICES` puts simulated devices in the place of this machine's."""
+    return bool(environ.get("GSHARE_DEVICES"))
+
+
 def open_devices(environ: Mapping[str, str] = os.environ) -> DeviceSource:
     """Simulated devices when `GSHARE_DEVICES` names a file, else NVML's, else a Tegra board, else the CPU.
 

@@ -1,0 +1,101 @@
+"""A trainer's reservation, taken before anything of it touches a GPU.
+
+    admission = admit(config.gpu, device=config.device, say=…, on_look=…, tracer=…)
+    Runner(device=admission.device, reservation=admission.reservation, …)
+
+Afterwards this process sees the one device that it has reserved, by its UUID, and nothing else: to be called
+before torch, which reads CUDA_VISIBLE_DEVICES and the variables of MPS once. A simulated device is reserved
+in the same way, and the computing is done on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from gshare.agent.errors import GshareError
+from gshare.agent.service.registry import GpuRequest
+from gshare.agent.trace import Tracer
+from gshare.agent.vram.budget import show_mb
+from gshare.agent.vram.devices import Device
+from gshare.agent.vram.guard import Reservation, reserve
+from gshare.agent.vram.ledger import Ledger, Queued
+from gshare.agent.vram.mps import mps_environment
+from gshare.agent.vram.queue import Announcer, OnLook
+from gshare.agent.vram.rows import Client
+from gshare.agent.vram.sources import is_simulated
+
+Say = Callable[[Literal["info", "warning"], str], None]
+
+
+class Admission(NamedTuple):
+    """The reservation, and the device that the runner is told."""
+
+    reservation: Reservation
+    device: str
+
+
+def admit(request: GpuRequest, *, device: str, say: Say, on_look: OnLook, tracer: Tracer) -> Admission:
+    """Reserve what `request` asks for, waiting as long as it allows, and set this process's environment.
+
+    RetryLater (exit 75): not within the time; UsageError (2): can never fit, or MPS as asked for is
+    refused; GshareError (1): the device or the ledger is in trouble. Nothing stays reserved then. What
+    `on_look` raises passes through.
+    """
+    ledger = Ledger(tracer=tracer)
+    reservation = reserve(
+        request.budget_mb,
+        task=request.task,
+        devices=_devices(ledger, request),
+        timeout_s=request.timeout_s,
+        clients=(Client(name=request.client, budget_mb=request.budget_mb),) if request.client else (),
+        on_wait=Announcer(lambda line: say("info", line), line=_waiting),
+        on_look=on_look,
+        on_warning=lambda line: say("warning", line),
+        ledger=ledger,
+    )
+    try:
+        os.environ.update(_environment(reservation, request, ledger, say))
+    except BaseException:
+        reservation.release()
+        raise
+    where = reservation.device
+    say(
+        "info",
+        f"reserved {show_mb(reservation.budget_mb)} on {where.name}, {where.uuid} "
+        f"(reservation {reservation.id})",
+    )
+    return Admission(reservation, _runner_device(device))
+
+
+def _devices(ledger: Ledger, request: GpuRequest) -> tuple[Device, ...]:
+    found = tuple(device for device in ledger.list_devices() if device.uuid in request.gpus)
+    if not found:
+        note = f" ({ledger.source.note})" if ledger.source.note else ""
+        raise GshareError(f"none of {', '.join(request.gpus)} is here any more{note}")
+    return found
+
+
+def _environment(reservation: Reservation, request: GpuRequest, ledger: Ledger, say: Say) -> dict[str, str]:
+    visible = reservation.device.cuda_name
+    assert visible is not None, "the CPU is not reserved"
+    if request.mps_share is None:
+        return {"CUDA_VISIBLE_DEVICES": visible}
+    plan = mps_environment(
+        reservation.device, share=request.mps_share, budget_mb=reservation.budget_mb, ledger=ledger
+    )
+    say("warning", plan.warning)
+    return plan.environment
+
+
+def _runner_device(device: str) -> str:
+    """`auto` stays: a torch that cannot use the GPU then takes the CPU, and the runner gives the GPU back."""
+    if is_simulated():
+        return "cpu"
+    return device if device == "auto" else "cuda:0"
+
+
+def _waiting(queued: Queued) -> str:
+    decision = queued.decision
+    return f"waiting for GPU memory, position {decision.position}: {decision.reason}, on {queued.gpu_uuid}"

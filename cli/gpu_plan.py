@@ -1,0 +1,183 @@
+"""What `gshare finetune` reserves: from its GPU flags to the request that the trainer takes along.
+
+What can be known to be wrong is found here, before a trainer is started: amounts, names of devices, a budget
+that no device can ever hold, MPS where it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.memory import MemoryEstimate
+from gshare.agent.jobs.names import shorten
+from gshare.agent.jobs.spec import RunSpec
+from gshare.agent.service.registry import GpuRequest
+from gshare.agent.vram.budget import parse_budget, parse_duration, show_mb, with_allowance
+from gshare.agent.vram.devices import Device
+from gshare.agent.vram.guard import WAIT_SECONDS
+from gshare.agent.vram.identify import find_devices, visible_devices
+from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.machine import DeviceState, Never, Request, best_decision, decide
+from gshare.agent.vram.mps import SAVE_STEPS, mps_environment
+from gshare.agent.vram.sources import is_simulated
+from gshare.cli.finetune_flags import GpuFlags
+
+#: A task is one line in other users' status.
+MAX_TASK = 80
+_DEVICE = re.compile(r"auto|cpu|cuda|cuda:([0-9]{1,3})")
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """The flags read and the devices found: one of `devices` will be used."""
+
+    ledger: Ledger
+    devices: tuple[Device, ...]
+    vram_mb: int | None  # None: what the estimate says
+    timeout_s: float
+    mps: bool
+    mps_share: int | None
+
+
+def plan_gpu(flags: GpuFlags, device: str) -> GpuPlan | None:
+    """What to reserve on; None when the run is on the CPU and reserves nothing. UsageError names the flag."""
+    vram_mb = parse_budget(flags.vram) if flags.vram is not None else None
+    if flags.timeout is not None and not flags.wait_gpu:
+        raise UsageError("--timeout and --no-wait-gpu: give one of them")
+    timeout_s = WAIT_SECONDS if flags.timeout is None else parse_duration(flags.timeout, what="--timeout")
+    if flags.gpu_share is not None and not flags.experimental_mps:
+        raise UsageError("--gpu-share is for --experimental-mps; give both or none")
+    match = _DEVICE.fullmatch(device)
+    if match is None:
+        raise UsageError(f"--device: {shorten(device)} is unknown; write auto, cpu, cuda or cuda:N")
+    if device != "auto" and flags.gpus is not None:
+        raise UsageError(f"--gpus and --device {device}: give one of them")
+    if device == "cpu" and not is_simulated():
+        _check_cpu(flags)
+        return None
+    ledger = Ledger()
+    devices = _candidates(ledger, flags.gpus, device, match[1])
+    if not devices:
+        _check_cpu(flags)
+        return None
+    return GpuPlan(
+        ledger=ledger,
+        devices=devices,
+        vram_mb=vram_mb,
+        timeout_s=timeout_s if flags.wait_gpu else 0.0,
+        mps=flags.experimental_mps,
+        mps_share=flags.gpu_share,
+    )
+
+
+def request_gpu(plan: GpuPlan, estimate: MemoryEstimate | None, names: Sequence[str]) -> GpuRequest:
+    """The request of a run with adapters `names`; `estimate` where the plan has no budget of its own.
+
+    UsageError when no device can ever hold it, or MPS is refused.
+    """
+    if plan.vram_mb is not None:
+        budget_mb = plan.vram_mb
+    else:
+        assert estimate is not None
+        budget_mb = with_allowance(estimate.total)
+    _check_fits(plan, budget_mb)
+    devices = _with_mps(plan, budget_mb) if plan.mps else plan.devices
+    task = f"finetune {', '.join(names)}"
+    return GpuRequest(
+        budget_mb=budget_mb,
+        gpus=tuple(device.uuid for device in devices),
+        task=task if len(task) <= MAX_TASK else task[: MAX_TASK - 1] + "…",
+        timeout_s=plan.timeout_s,
+        may_grow=plan.vram_mb is None,
+        mps_share=plan.mps_share if plan.mps else None,
+    )
+
+
+def budget_line(plan: GpuPlan, request: GpuRequest) -> str:
+    """The budget, and where it comes from."""
+    source = (
+        "--vram"
+        if plan.vram_mb is not None
+        else "estimate, with CUDA's context, workspaces and fragmentation; --vram sets it"
+    )
+    return f"GPU memory to reserve: {show_mb(request.budget_mb)} ({source})"
+
+
+def save_often(run: RunSpec) -> RunSpec:
+    """Under MPS a neighbour's fault ends this trainer too: a checkpoint every `SAVE_STEPS` steps at most."""
+    adapters = tuple(
+        msgspec.structs.replace(spec, save_steps=min(spec.save_steps or SAVE_STEPS, SAVE_STEPS))
+        for spec in run.adapters
+    )
+    return msgspec.structs.replace(run, adapters=adapters)
+
+
+def _check_cpu(flags: GpuFlags) -> None:
+    """What makes no sense without a GPU is an error; a budget alone is not, so that one command fits all."""
+    if flags.gpus is not None or flags.experimental_mps:
+        what = "--gpus" if flags.gpus is not None else "--experimental-mps"
+        raise UsageError(f"{what}: the run is on the CPU; leave it out, or see `gshare doctor`")
+
+
+def _candidates(ledger: Ledger, gpus: str | None, device: str, number: str | None) -> tuple[Device, ...]:
+    """The GPUs that the run may be on. `number` is the N of cuda:N, counted as the driver does."""
+    found = tuple(one for one in ledger.list_devices() if one.memory_type != "cpu")
+    note = ledger.source.note
+    if gpus is not None:
+        return find_devices(gpus, found, note=note)
+    found = visible_devices(found)
+    if device == "auto":
+        return () if _torch_is_for_the_cpu() and not is_simulated() else found
+    if device.startswith("cuda") and not found:
+        raise UsageError(f"--device {device}: no GPU here{f' ({note})' if note else ''}")
+    if number is None:
+        return found
+    if int(number) >= len(found):
+        raise UsageError(f"--device {device}: there are {len(found)} GPUs, from cuda:0 on")
+    return found[int(number) : int(number) + 1]
+
+
+def _torch_is_for_the_cpu() -> bool:
+    """By the local part of its version, without loading it: `2.13.0+cpu`."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+def _check_fits(plan: GpuPlan, budget_mb: int) -> None:
+    """As on empty devices: what cannot be had there can never be had."""
+    readings = plan.ledger.read_devices(plan.devices)
+    decisions = []
+    for device in plan.devices:
+        reading = readings[device.uuid]
+        state = DeviceState(
+            uuid=device.uuid,
+            total_mb=reading.total_mb,
+            outside_mb=0,
+            reserve_factor=plan.ledger.factor(device),
+            problem=reading.problem,
+        )
+        decisions.append((device.uuid, decide([], [], state, Request(mb=budget_mb))))
+    _, decision = best_decision(decisions)
+    if isinstance(decision, Never):
+        raise UsageError(decision.reason) if decision.usage else GshareError(decision.reason)
+
+
+def _with_mps(plan: GpuPlan, budget_mb: int) -> tuple[Device, ...]:
+    """The devices on which MPS is granted; the first refusal when there is none."""
+    granted, refused = [], []
+    for device in plan.devices:
+        try:
+            mps_environment(device, share=plan.mps_share, budget_mb=budget_mb, ledger=plan.ledger)
+            granted.append(device)
+        except GshareError as error:
+            refused.append(error)
+    if not granted:
+        raise refused[0]
+    return tuple(granted)
