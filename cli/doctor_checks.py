@@ -114,11 +114,12 @@ def check_libraries(probe: dict[str, dict[str, Any]]) -> Iterator[Check]:
         else:
             mend = INSTALL if needed else f"{INSTALL}; without it use base_dtype bf16, int8 or fp32"
             yield Check(name, "fail" if needed else "warn", part["error"], mend)
-    triton = probe["triton"]
-    if triton["ok"]:
-        yield Check("triton", "ok", triton["version"])
-    else:
-        yield Check("triton", "warn", triton["error"], f"{INSTALL}; only GPU kernels need it")
+    for name, use in (("triton", "GPU kernels"), ("gguf", "GGUF files"), ("accelerate", "GGUF files")):
+        part = probe[name]
+        if part["ok"]:
+            yield Check(name, "ok", part["version"])
+        else:
+            yield Check(name, "warn", part["error"], f"{INSTALL}; only {use} need it")
 
 
 def check_gpus(torch: dict[str, Any], nvml: Any) -> Iterator[Check]:

@@ -28,7 +28,7 @@ GOOD_PROBE: dict[str, dict[str, Any]] = {
     "rows": {"ok": True, "mkl": True, "mkl_cbwr": "AVX2,STRICT"},
     **{
         name: {"ok": True, "version": "1"}
-        for name in ("transformers", "safetensors", "bitsandbytes", "triton")
+        for name in ("transformers", "safetensors", "bitsandbytes", "triton", "gguf", "accelerate")
     },
 }
 
@@ -126,14 +126,14 @@ def test_a_gpu_without_torch_says_nothing_of_cuda() -> None:
 
 
 def test_libraries() -> None:
-    assert [c.status for c in checks.check_libraries(GOOD_PROBE)] == ["ok"] * 6
+    assert [c.status for c in checks.check_libraries(GOOD_PROBE)] == ["ok"] * 8
 
 
 @pytest.mark.parametrize(
     ("name", "status"),
     [
         *((name, "fail") for name in ("torch", "transformers", "safetensors")),
-        *((name, "warn") for name in ("bitsandbytes", "triton", "rows")),
+        *((name, "warn") for name in ("bitsandbytes", "triton", "gguf", "accelerate", "rows")),
     ],
 )
 def test_a_missing_library(name: str, status: str) -> None:

@@ -28,7 +28,11 @@ def run_probe(environment: dict[str, str]) -> dict[str, dict[str, object]]:
 def test_everything_that_is_installed_is_found() -> None:
     found = run_probe(trainer_environment())
     assert {name: part["ok"] for name, part in found.items()} == dict.fromkeys(
-        ("torch", "rows", "transformers", "safetensors", "bitsandbytes", "triton"), True
+        (
+            *("torch", "rows", "transformers", "safetensors", "bitsandbytes"),
+            *("triton", "gguf", "accelerate"),
+        ),
+        True,
     )
     assert found["torch"]["version"] == torch.__version__
 

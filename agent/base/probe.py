@@ -94,6 +94,8 @@ def probe() -> dict[str, Finding]:
         found["safetensors"] = _guarded(_import("safetensors.torch", "safetensors"))
         found["bitsandbytes"] = _guarded(_import("bitsandbytes", "bitsandbytes"))
         found["triton"] = _guarded(_import("triton", "triton"))
+        found["gguf"] = _guarded(_import("gguf", "gguf"))
+        found["accelerate"] = _guarded(_import("accelerate", "accelerate"))
     return found
 
 
