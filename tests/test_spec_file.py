@@ -428,14 +428,15 @@ def test_numbers_beyond_any_use_are_refused(tmp_path: Path, line: str, part: str
         ("r = 0x" + "f" * 5000, "must be"),
         ("learning_rate = 0x" + "f" * 5000, "must be"),
         ("layers_to_transform = [0x" + "f" * 5000 + "]", "a number too large to show is none"),
-        (".".join(["r"] * 5000) + " = 1", "must be a whole number, not a table too large to show"),
+        # tomllib reads it, tomli (Python 3.10) runs out of stack first: one line either way.
+        (".".join(["r"] * 5000) + " = 1", "not a table too large to show|nested too deeply"),
     ],
     ids=["lists", "tables", "digits", "hex integer", "hex number", "hex layer", "dotted"],
 )
 def test_absurd_toml_is_one_line(tmp_path: Path, line: str, message: str) -> None:
     head = 'model = "m"\n[[adapter]]\ndata = "data/a.jsonl"\noutput_dir = "out/a"\n'
     (found,) = faults(tmp_path, head + line + "\n")
-    assert message in found
+    assert any(part in found for part in message.split("|"))
     assert found.startswith("adapters.toml:")
 
 
