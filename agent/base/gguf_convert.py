@@ -11,8 +11,9 @@ passes over are put right here, or refused, because each would change the number
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def convert_gguf(gguf: Path, out_dir: Path, *, dtype: str, step: Step = lambda w
     model = _model(gguf, dtype)
     step("writing safetensors")
     out_dir.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out_dir)
+    with contextlib.redirect_stderr(io.StringIO()):  # as above: its bar cannot be switched off
+        model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     if rope is not None:
         config_path = out_dir / "config.json"
@@ -89,23 +91,22 @@ def _field(reader: Any, key: str, default: Any = None) -> Any:
 
 def _model(gguf: Path, dtype: str) -> Any:
     import torch
-
-    # tqdm reads this when it is first imported; transformers' own switch does not reach its GGUF reader,
-    # whose bar would print a line at every redraw of a live display.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers import AutoModelForCausalLM, GgufConfig
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # progress is told through `step`
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-        )
+        # That switch does not reach the bar of the GGUF reader, which would print a line at every redraw
+        # of a live display. Warnings go to the logger, not here.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+            )
     except (ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"{gguf} cannot be unpacked: {str(error).splitlines()[0]}") from error
     finally:
