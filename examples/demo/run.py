@@ -21,7 +21,7 @@ from prepare import prepare
 
 HERE = Path(__file__).resolve().parent
 RUN = HERE.parent.parent / "demo-run"
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 
 
 def gshare(*arguments: str, capture: bool = False) -> str:
