@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉: programs for `a` elements in tiles of `b`."""
+    return -(-a // b)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, num_warps: int, **constants: Any) -> None:
     """`kernel[grid](*operands, **constants)` without contracting a multiply and an add into an FMA, so that
     every operation rounds on its own and the same expression has the same bits in two kernels.

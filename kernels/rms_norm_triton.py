@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gshare.kernels.launch import assert_aligned, launch
+from gshare.kernels.launch import assert_aligned, ceil_div, launch
 from gshare.kernels.triton_rounding import round_to
 
 
@@ -134,7 +134,7 @@ def add_rms_norm(
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     launch(
         add_rms_norm_kernel,
-        (triton.cdiv(tokens, shape.rows),),
+        (ceil_div(tokens, shape.rows),),
         x,
         x if delta is None else delta,
         w,
@@ -161,7 +161,7 @@ def rms_norm_apply(x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor) -> torc
     h = torch.empty_like(x)
     launch(
         rms_norm_apply_kernel,
-        (triton.cdiv(tokens, shape.rows),),
+        (ceil_div(tokens, shape.rows),),
         x,
         w,
         rstd,
@@ -193,7 +193,7 @@ def rms_norm_backward(
     dx = torch.empty_like(x)
     launch(
         rms_norm_backward_kernel,
-        (triton.cdiv(tokens, shape.rows),),
+        (ceil_div(tokens, shape.rows),),
         dh,
         x,
         w,

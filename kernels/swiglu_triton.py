@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gshare.kernels.launch import launch
+from gshare.kernels.launch import ceil_div, launch
 from gshare.kernels.triton_rounding import round_to
 
 # A tile of 4 × 512 with 4 warps: 16 elements a thread, two 16-byte bf16 loads in flight for each operand.
@@ -73,7 +73,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     m = gate_up.new_empty(tokens, inner)
     launch(
         swiglu_kernel,
-        (triton.cdiv(tokens, _ROWS), triton.cdiv(inner, _COLUMNS)),
+        (ceil_div(tokens, _ROWS), ceil_div(inner, _COLUMNS)),
         gate_up,
         m,
         tokens,
@@ -97,7 +97,7 @@ def swiglu_backward(dm: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tens
     d_gate_up, m = torch.empty_like(gate_up), torch.empty_like(dm)
     launch(
         swiglu_backward_kernel,
-        (triton.cdiv(tokens, _ROWS), triton.cdiv(inner, _COLUMNS)),
+        (ceil_div(tokens, _ROWS), ceil_div(inner, _COLUMNS)),
         dm,
         gate_up,
         d_gate_up,
