@@ -1,4 +1,4 @@
-"""Base GEMMs on CUDA: cuBLAS where its bits are those of our own GEMM, our own where not, or where it is slow.
+"""Base GEMMs on CUDA: cuBLAS where its bits are those of our own GEMM, our own where not or where it is slow.
 
 cuBLASLt with split-K forbidden gave the bits of `gemm_triton` for every shape and row count tried on an H200
 (Llama-8B, Qwen2.5-0.5B and SmolLM2 shapes, 16–3,200 rows, forward and dX), at the speed of the default for

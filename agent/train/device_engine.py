@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ class DeviceEngine(Engine):
         self._matrices: dict[str, tuple[Slot, np.ndarray]] = {}
         self._positions = 2048
         self._workspace = LoraWorkspace(base.device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._parameters = base.config.parameter_count()
