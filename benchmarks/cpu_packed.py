@@ -43,7 +43,7 @@ from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.train.job import JobData
 from gshare.agent.train.runner import Runner
 from gshare.cli.paths import cache_dir
-from gshare.kernels.backend import ReferenceBackend
+from gshare.kernels.reference_backend import ReferenceBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-4  # PEFT against gshare, relative, per step
@@ -108,10 +108,11 @@ class TimedBackend(ReferenceBackend):
             "linear",
             "linear_dx",
             "lora_forward",
-            "lora_backward",
+            "lora_dx",
+            "lora_grads",
             "attention",
             "attention_backward",
-            "rms_norm",
+            "add_rms_norm",
             "rms_norm_apply",
             "rms_norm_backward",
             "rope",
@@ -260,11 +261,11 @@ def shares(model: Path, base: Base, jobs: Sequence[JobRequest]) -> dict[str, flo
     grouped = {
         "base GEMM forward": ("linear",),
         "base GEMM dX": ("linear_dx",),
-        "LoRA": ("lora_forward", "lora_backward"),
+        "LoRA": ("lora_forward", "lora_dx", "lora_grads"),
         "attention": ("attention", "attention_backward"),
         "head and loss": ("cross_entropy",),
         "norm, rope, swiglu": (
-            *("rms_norm", "rms_norm_apply", "rms_norm_backward", "rope", "rope_backward"),
+            *("add_rms_norm", "rms_norm_apply", "rms_norm_backward", "rope", "rope_backward"),
             *("swiglu", "swiglu_backward"),
         ),
     }

@@ -7,7 +7,7 @@ import os
 import triton
 import triton.language as tl
 
-#: The interpreter runs kernels on CPU tensors. Its bf16 dot gives garbage: operands are widened right after load.
+#: The interpreter runs kernels on CPU tensors. Its bf16 dot gives garbage: operands are widened after load.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
