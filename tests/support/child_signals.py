@@ -1,8 +1,8 @@
 """Children of the tests get signals as a terminal would give them, however the tests were started.
 
-`nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for what it starts with `&`.
-Ignored signals are inherited, even through exec: a `gshare` that should stop on Ctrl-C then runs on, and a
-shell cannot trap them at all. A handler is not inherited: exec gives the child the default (execve(2)).
+`nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT for what `&` starts.
+What is ignored is inherited, even through exec: a `gshare` that should stop on Ctrl-C then runs on, and a
+shell cannot trap it at all. A handler is not inherited: exec gives the child the default (execve(2)).
 """
 
 from __future__ import annotations
