@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu_workload import Workload
 from gshare.agent.base.weights import Base
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine, Pending
@@ -17,8 +18,6 @@ from gshare.agent.train.engine import Part
 from gshare.kernels.layout import GROUPS, Group, LoraPlan
 from gshare.kernels.lora_tables import PassAdapter, PassTables
 from gshare.kernels.triton_backend import DeviceLora, TritonBackend
-
-from gpu_workload import Workload
 
 
 @dataclass
@@ -58,9 +57,7 @@ def gemm_floor(base: Base, tokens: int) -> float:
     torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul.allow_bf16_reduced_precision_reduction = True
     quantised = base.base_dtype == "nf4"
-    stand_in = {
-        name: base.layers[0].groups[name].weight.dense().clone() for name in GROUPS if quantised
-    }
+    stand_in = {name: base.layers[0].groups[name].weight.dense().clone() for name in GROUPS if quantised}
 
     def weights() -> list[torch.Tensor]:
         found = [
@@ -81,9 +78,7 @@ def gemm_floor(base: Base, tokens: int) -> float:
     try:
         return _graph_seconds(run)
     finally:
-        matmul.allow_bf16_reduced_precision_reduction = (
-            before if isinstance(before, bool) else (False, False)
-        )
+        matmul.allow_bf16_reduced_precision_reduction = before if isinstance(before, bool) else (False, False)
 
 
 def _graph_seconds(run: Callable[[], None], repeats: int = 5) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from gshare.agent.base.config import ModelConfig, read_config
+from gshare.agent.base.config import ModelConfig, RopeConfig
 from gshare.agent.base.load import load_base
-from gshare.agent.base.rope_config import RopeConfig
 from gshare.agent.base.weights import (
     Base,
     BaseLayer,
@@ -131,7 +129,6 @@ def make_base(model: str, base_dtype: str, device: torch.device) -> Base:
     """A shape of `SHAPES`, or a checkpoint directory with real weights."""
     if model in SHAPES:
         return random_base(shape_config(model), base_dtype, device)
-    read_config(Path(model))
     return load_base(Path(model), base_dtype=base_dtype, device=device)
 
 
@@ -173,11 +170,6 @@ class Workload:
             for number in range(self.adapters)
         ]
 
-    def alone(self, adapter: int) -> Workload:
-        """The same job by itself keeps its number: see `Solo`."""
-        del adapter
-        return replace(self, adapters=1)
-
-
-def tokens_of(lengths: Sequence[int] | np.ndarray) -> int:
-    return int(np.sum(lengths))
+    def mean_tokens(self, first_step: int) -> int:
+        """Tokens of an average step from `first_step` on."""
+        return round(float(self.lengths()[first_step:].sum(axis=1).mean()))
