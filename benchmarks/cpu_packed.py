@@ -51,7 +51,7 @@ from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.simulated import SimulatedDevices
 from gshare.cli.gpu_trace import split
 from gshare.cli.paths import cache_dir
-from gshare.kernels.backend import ReferenceBackend
+from gshare.kernels.reference_backend import ReferenceBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-4  # PEFT against gshare, relative, per step
@@ -120,10 +120,11 @@ class TimedBackend(ReferenceBackend):
             "linear",
             "linear_dx",
             "lora_forward",
-            "lora_backward",
+            "lora_dx",
+            "lora_grads",
             "attention",
             "attention_backward",
-            "rms_norm",
+            "add_rms_norm",
             "rms_norm_apply",
             "rms_norm_backward",
             "rope",
@@ -291,11 +292,11 @@ def profile(
     grouped = {
         "base GEMM forward": ("linear",),
         "base GEMM dX": ("linear_dx",),
-        "LoRA": ("lora_forward", "lora_backward"),
+        "LoRA": ("lora_forward", "lora_dx", "lora_grads"),
         "attention": ("attention", "attention_backward"),
         "head and loss": ("cross_entropy",),
         "norm, rope, swiglu": (
-            *("rms_norm", "rms_norm_apply", "rms_norm_backward", "rope", "rope_backward"),
+            *("add_rms_norm", "rms_norm_apply", "rms_norm_backward", "rope", "rope_backward"),
             *("swiglu", "swiglu_backward"),
         ),
     }
