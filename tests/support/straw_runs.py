@@ -65,8 +65,13 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def gshare(*arguments: str) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=60)
+    """Exit code, stdout and stderr; killed, and an error, when it takes a minute."""
+    with start(*arguments) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     return process.returncode, out, err
 
 
