@@ -81,7 +81,7 @@ def audit(
 
     os.environ.update(trainer_environment())
     from gshare.agent.train.audit import audit as compare
-    from gshare.kernels.backend import ReferenceBackend
+    from gshare.kernels.reference_backend import ReferenceBackend
 
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=False)
