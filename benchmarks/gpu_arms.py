@@ -167,6 +167,7 @@ def fingerprint(adapter: Adapter) -> str:
 
 
 def packed(engine: DeviceEngine, load: Workload, warm: int, *, overlap: bool = True) -> Measured:
+    """All adapters in one pass. Steady: call it twice, since a shape's first two passes are slower."""
     trainer = Trainer(engine, load, range(load.adapters))
     try:
         return trainer.run(warm, overlap=overlap)
