@@ -18,3 +18,17 @@ def dot(a, b, acc, WIDEN: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr, ROUND: tl.constexpr):
+    """fp32 → DTYPE, to nearest even. ROUND: bf16 by hand (the interpreter cuts the low bits off instead)."""
+    if ROUND and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # A NaN stays one: the sum could carry it into infinity or zero.
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+        y = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y

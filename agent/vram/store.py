@@ -152,7 +152,7 @@ class Store:
         try:
             inside = self._open_quarantine()
         except OSError as error:
-            raise GshareError(f"{self.path / QUARANTINE}: {error.strerror}") from None
+            raise GshareError(f"{self.path / QUARANTINE}: {error.strerror}; remove it") from None
         kept = f"{os.fsdecode(os.fsencode(name)[:_KEPT_NAME])}.{secrets.token_hex(4)}"
         try:
             if os.fstat(inside).st_uid == os.geteuid():
