@@ -134,6 +134,8 @@ def test_no_value_in_a_row_breaks_the_status_or_escapes_repair(
     text = shown(ledger)
     print(text)  # a lone surrogate cannot be written
     assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
+    if key == "gpu_uuid":
+        assert "blocks on every device" in text
     with pytest.raises(RetryLater):
         take(ledger, USABLE_MB - 7999)
     if key == "task":
