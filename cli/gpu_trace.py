@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import GshareError
+from gshare.agent.jobs.names import plain
 from gshare.agent.service.traces import find_trace
 from gshare.agent.trace import SharingReport
 from gshare.agent.trace_file import Trace, read_trace
@@ -61,7 +62,7 @@ def lines(path: Path, found: Trace) -> list[str]:
             f"{row.name:{widest}}{row.times:>9}{row.median_ms:>12.3f}{row.p99_ms:>12.3f}{row.total_ms:>14.1f}"
             for row in rows
         )
-    return [*shown, "", *split(found.report)]
+    return [plain(line) for line in (*shown, "", *split(found.report))]
 
 
 def split(report: SharingReport) -> list[str]:
