@@ -20,6 +20,9 @@ from gshare.agent.vram.store import TEMPORARY, Store, Unreadable
 #: A waiter gives up by itself at its deadline; a stopped one is dropped from the queue this much later.
 WAITER_GRACE_S = 10.0
 
+#: KIND-ID.life goes when no such KIND-ID.json is there and nobody holds it.
+_LIFE_OF = {"row": "row", "use": "row", "wait": "wait"}
+
 Readings = Callable[[str], DeviceReading | None]
 
 
@@ -63,7 +66,7 @@ def read_view(store: Store, now: Now, readings: Readings) -> View:
         stem, _, suffix = rest.partition(".")
         if name.startswith(TEMPORARY):
             store.remove(name)  # every write happens under our lock, so this one's writer died
-        elif suffix == "life" and kind in ("row", "wait") and f"{kind}-{stem}.json" not in present:
+        elif suffix == "life" and kind in _LIFE_OF and f"{_LIFE_OF[kind]}-{stem}.json" not in present:
             if store.life(name) == "free":
                 store.remove(name)
         elif kind == "mps" and f"row-{stem}.json" not in present:
