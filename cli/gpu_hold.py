@@ -59,7 +59,14 @@ def hold_gpu(
     request = request_gpu(plan, estimate, task)
     say("info", budget_line(plan, request))
     with _visible_again():
-        reservation, device = admit(request, device=device, say=say, on_look=lambda: None, tracer=DISABLED)
+        reservation, device = admit(
+            request,
+            device=device,
+            say=say,
+            on_place=lambda queued: None,
+            on_look=lambda: None,
+            tracer=DISABLED,
+        )
         with reservation:
             yield Held(reservation, device, request.may_grow)
 

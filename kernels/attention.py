@@ -31,7 +31,7 @@ def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     length, heads, dim = x.shape
     return (
         x.float()
-        .view(length, kv_heads, heads // kv_heads, dim)
+        .reshape(length, kv_heads, heads // kv_heads, dim)
         .permute(1, 2, 0, 3)
         .reshape(kv_heads, -1, dim)
     )
@@ -70,7 +70,7 @@ def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, *, scale: float, window: int | None
 ) -> torch.Tensor:
     """o (T, Hq, D)."""
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     for a, b in layout.sequences:
         out[a:b] = attend(q[a:b], k[a:b], v[a:b], scale=scale, window=window)
     return out
@@ -88,7 +88,7 @@ def attention_backward_reference(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq (T, Hq, D), dk and dv (T, Hkv, D)."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     heads, kv_heads = q.shape[1], k.shape[1]
     for a, b in layout.sequences:
         length = b - a

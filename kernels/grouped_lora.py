@@ -66,26 +66,37 @@ def lora_forward_reference(x: torch.Tensor, y: torch.Tensor, slots: Sequence[Lor
     return saved
 
 
-def lora_backward_reference(
+def lora_dx_reference(
+    dy: torch.Tensor, dx: torch.Tensor | None, slots: Sequence[LoraSlot]
+) -> list[torch.Tensor]:
+    """Adds to dx (T, K) unless None; returns each slot's dS (tokens, r)."""
+    saved = []
+    for slot in slots:
+        ds = _product(dy[slot.start : slot.end], slot.b, slot) * (slot.scaling / slot.keep_probability)
+        saved.append(ds)
+        if dx is None:
+            continue
+        d_input = _product(ds, slot.a, slot)
+        if slot.keep is not None:
+            for index, (first, last) in enumerate(slot.sequences):
+                d_input[first - slot.start : last - slot.start] *= slot.keep(index, d_input.shape[1])
+        dx[slot.start : slot.end] += d_input
+    return saved
+
+
+def lora_grads_reference(
     x: torch.Tensor,
     dy: torch.Tensor,
-    dx: torch.Tensor | None,
     slots: Sequence[LoraSlot],
-    saved: Sequence[torch.Tensor],
+    s_of: Sequence[torch.Tensor],
+    ds_of: Sequence[torch.Tensor],
 ) -> None:
-    """Adds to dx (T, K) unless None, and to every slot's grad_a (r, K) and grad_b (N, r)."""
-    for slot, s in zip(slots, saved, strict=True):
+    """Adds to every slot's grad_a (r, K) and grad_b (N, r), from its S and dS."""
+    for slot, s, ds in zip(slots, s_of, ds_of, strict=True):
         grad_a, grad_b = slot.grad_a, slot.grad_b
         assert grad_a is not None
         assert grad_b is not None
-        dy_slot = dy[slot.start : slot.end]
-        ds = _product(dy_slot, slot.b, slot) * (slot.scaling / slot.keep_probability)
-        d_input = _product(ds, slot.a, slot) if dx is not None else None
         for index, (first, last) in enumerate(slot.sequences):
             a, b = first - slot.start, last - slot.start
             grad_b += dy[first:last].float().t() @ _aligned(s, a, b)
             grad_a += _aligned(ds, a, b).t() @ _dropped_input(x, slot, index).float()
-            if d_input is not None and slot.keep is not None:
-                d_input[a:b] *= slot.keep(index, d_input.shape[1])
-        if dx is not None and d_input is not None:
-            dx[slot.start : slot.end] += d_input

@@ -7,10 +7,20 @@ An adapter's sequences are contiguous, so an adapter is a range of sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
+
+#: Linears that read the same input run as one product over their concatenated outputs.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,10 @@ class Layout:
     @property
     def tokens(self) -> int:
         return self.starts[-1]
+
+    @property
+    def longest(self) -> int:
+        return max(b - a for a, b in self.sequences)
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -57,6 +71,69 @@ class LoraSlot:
     scaling: float
     keep_probability: float = 1.0
     keep: KeepMask | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of a layer: linear j's outputs are the columns offsets[j] : offsets[j] + sizes[j]."""
+
+    layer: int
+    name: str
+    sizes: tuple[int, ...]
+    inputs: int
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return GROUPS[self.name]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes[:-1]))
+
+    @property
+    def columns(self) -> int:
+        return sum(self.sizes)
+
+
+class LoraPlan(Protocol):
+    """Which adapters of a pass touch which linear. A kernel backend may ask a plan for more than this."""
+
+    def slots(self, layer: int, linear: str) -> Sequence[LoraSlot]:
+        """In token order; empty when no adapter of the pass targets it."""
+        ...
+
+
+class NoLora:
+    """The bare base."""
+
+    def slots(self, layer: int, linear: str) -> Sequence[LoraSlot]:
+        del layer, linear
+        return ()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the columns of a fused qkv divide."""
+
+    query: int
+    key: int
+    size: int
+
+    @property
+    def columns(self) -> int:
+        return (self.query + 2 * self.key) * self.size
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE of a pass: tables (P, D) in fp32, each token's position (T,), and the QK-norm weights or None."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    position: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 class KeepMask:

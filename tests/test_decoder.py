@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from gshare.agent.base.config import linear_prefix
-from gshare.agent.base.decoder import Decoder, NoLora
+from gshare.agent.base.decoder import Decoder
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.jobs.spec import LINEARS
-from gshare.kernels.backend import ReferenceBackend
-from gshare.kernels.layout import Layout, LoraSlot
+from gshare.kernels.layout import Layout, LoraSlot, NoLora
+from gshare.kernels.reference_backend import ReferenceBackend
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 

@@ -19,7 +19,7 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import UsageError
 from gshare.agent.train.peft_files import load_lora, merge, read_adapter
 from gshare.cli.main import main
-from gshare.kernels.backend import ReferenceBackend
+from gshare.kernels.reference_backend import ReferenceBackend
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from toy import make_runner, request, tiny_base

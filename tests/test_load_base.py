@@ -16,6 +16,7 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import LINEARS
 from gshare.kernels import int8, nf4
+from gshare.kernels.layout import GROUPS
 from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
@@ -117,10 +118,29 @@ def test_one_buffer_for_all_weights(llama: Path) -> None:
     pointers = {
         linear.weight.dense().data_ptr() for layer in base.layers for linear in layer.linears.values()
     }
+    pointers |= {group.weight.dense().data_ptr() for layer in base.layers for group in layer.groups.values()}
     pointers.add(base.lm_head.dense().data_ptr())
     assert len(pointers) == 1
-    assert base.scratch.nbytes == size == 4 * base.embed.numel()  # the largest, reserved while loading
+    rows, columns = base.layers[0].groups["gate_up"].weight.shape
+    # The largest, reserved while loading.
+    assert base.scratch.nbytes == size == 4 * max(base.embed.numel(), rows * columns)
     assert load(llama, "fp32").scratch.nbytes == 0
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_groups_are_the_linears_concatenated_and_held_once(tmp_path: Path, base_dtype: str) -> None:
+    base = load(make_tiny_checkpoint(tmp_path, "qwen2"), base_dtype)
+    for layer in base.layers:
+        for name, members in GROUPS.items():
+            parts = [layer.linears[member] for member in members]
+            whole = torch.cat([part.weight.dense().clone() for part in parts])
+            assert torch.equal(layer.groups[name].weight.dense(), whole)
+        biases = [layer.linears[member].bias for member in GROUPS["qkv"]]
+        assert torch.equal(layer.groups["qkv"].bias, torch.cat(biases))
+        assert layer.groups["o"].bias is None
+        if base_dtype == "fp32":
+            q, whole = layer.linears["q_proj"].weight.dense(), layer.groups["qkv"].weight.dense()
+            assert q.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("base_dtype", DTYPES)

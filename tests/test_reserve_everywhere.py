@@ -31,7 +31,7 @@ from gshare.agent.vram.rows import Row
 from gshare.cli import finetune as command
 from gshare.cli.finetune_flags import ReserveFlags
 from gshare.cli.main import main
-from gshare.kernels.backend import ReferenceBackend
+from gshare.kernels.reference_backend import ReferenceBackend
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from gshare.agent.base.decoder import Decoder, LoraPlan, NoLora
+from gshare.agent.base.decoder import Decoder
 from gshare.kernels.attention import attend
-from gshare.kernels.layout import Layout, LoraSlot
+from gshare.kernels.layout import LoraPlan, LoraSlot, NoLora
+from gshare.kernels.reference_backend import split_heads
 
 
 class LoadedLora:
@@ -47,11 +48,13 @@ def generate_tokens(
     keys: list[torch.Tensor | None] = [None] * config.num_layers
     values: list[torch.Tensor | None] = [None] * config.num_layers
 
-    def cached(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def cached(layer: int, qkv: torch.Tensor) -> tuple[torch.Tensor, None]:
+        q, k, v = split_heads(qkv, decoder.heads)
         old_k, old_v = keys[layer], values[layer]
         keys[layer] = k = k if old_k is None else torch.cat([old_k, k])
         values[layer] = v = v if old_v is None else torch.cat([old_v, v])
-        return attend(q, k, v, scale=decoder.scale, window=config.sliding_window[layer])
+        o = attend(q, k, v, scale=decoder.scale, window=config.sliding_window[layer])
+        return o.reshape(len(qkv), -1), None
 
     plan: LoraPlan = lora if lora is not None else NoLora()
     generator = torch.Generator().manual_seed(seed)
@@ -60,14 +63,16 @@ def generate_tokens(
         if position + len(new) > config.max_position_embeddings:
             return
         tokens = torch.tensor(new, dtype=torch.int64, device=device)
-        cos, sin = decoder.rope(Layout((0, len(new)), device).positions() + position)
+        places = torch.arange(position, position + len(new), device=device)
         if lora is not None:
             lora.tokens = len(new)
-        x = decoder.embed(tokens)
+        x, delta = decoder.embed(tokens), None
         for layer in range(config.num_layers):
-            x, _ = decoder.layer_forward(layer, x, cos, sin, cached, plan)
+            rotation = decoder.rotation(layer, places, position + len(new))
+            x, delta, _ = decoder.layer_forward(layer, x, delta, rotation, cached, plan)
+        assert delta is not None
         position += len(new)
-        scores = decoder.logits(x[-1:])[0].float().cpu()
+        scores = decoder.logits((x + delta)[-1:])[0].float().cpu()
         if temperature > 0:
             token = int(torch.multinomial(torch.softmax(scores / temperature, -1), 1, generator=generator))
         else:

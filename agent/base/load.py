@@ -32,6 +32,7 @@ from gshare.agent.base.weights import (
     Nf4Weight,
     Scratch,
     Weight,
+    grouped,
 )
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import LINEARS, BaseDtype
@@ -152,13 +153,14 @@ class _Loader:
         for name in LINEARS:
             module = linear_prefix(index, name)
             bias = self._held(f"{module}.bias") if self.config.has_bias(name) else None
-            linears[name] = BaseLinear(self.weights[f"{module}.weight"], bias)
+            linears[name] = BaseLinear(self.weights.pop(f"{module}.weight"), bias)
         return BaseLayer(
             input_norm=self._held(f"{prefix}.input_layernorm.weight"),
             post_attention_norm=self._held(f"{prefix}.post_attention_layernorm.weight"),
             q_norm=self._held(f"{prefix}.self_attn.q_norm.weight") if qk_norm else None,
             k_norm=self._held(f"{prefix}.self_attn.k_norm.weight") if qk_norm else None,
             linears=linears,
+            groups=grouped(linears, self.scratch),
         )
 
     def _fingerprint(self) -> str:

@@ -7,6 +7,7 @@ dense, so a 4-bit base costs 4 bits a weight plus its largest linear once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from gshare.agent.base.config import ModelConfig
 from gshare.kernels import int8, nf4
+from gshare.kernels.layout import GROUPS
 
 
 class Scratch:
@@ -53,6 +55,19 @@ class Weight(Protocol):
         """(N, K) in the compute dtype. May be the shared buffer: valid until the next `dense` of the base."""
         ...
 
+    def unpack_into(self, out: torch.Tensor) -> None:
+        """Write the dense (N, K) into `out`, contiguous and in the compute dtype."""
+        ...
+
+
+class GroupWeight(Protocol):
+    """What a product needs of a weight."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def dense(self) -> torch.Tensor: ...
+
 
 class DenseWeight:
     """fp32 or bf16. Returned as it is when that is the compute dtype, else converted into the buffer."""
@@ -76,6 +91,9 @@ class DenseWeight:
             return self.tensor
         return self._scratch.take(self.shape).copy_(self.tensor)
 
+    def unpack_into(self, out: torch.Tensor) -> None:
+        out.copy_(self.tensor)
+
 
 class Int8Weight:
     """Weight-only int8, one scale per output channel (`gshare.kernels.int8`)."""
@@ -94,7 +112,12 @@ class Int8Weight:
         return self.q.codes.nbytes + self.q.scales.nbytes
 
     def dense(self) -> torch.Tensor:
-        return int8.dequantise(self.q, self._scratch.dtype, self._scratch.take(self.shape))
+        out = self._scratch.take(self.shape)
+        self.unpack_into(out)
+        return out
+
+    def unpack_into(self, out: torch.Tensor) -> None:
+        int8.dequantise(self.q, out.dtype, out)
 
 
 class Nf4Weight:
@@ -115,13 +138,42 @@ class Nf4Weight:
 
     def dense(self) -> torch.Tensor:
         out = self._scratch.take(self.shape)
+        self.unpack_into(out)
+        return out
+
+    def unpack_into(self, out: torch.Tensor) -> None:
         if out.is_cuda and _bitsandbytes_present():
             # One launch into `out`; tests/test_nf4.py holds it to the reference's bits where there is a GPU.
             torch.ops.bitsandbytes.dequantize_4bit.out(
                 self.q.codes, nf4.block_scales(self.q), nf4.BLOCK, "nf4", self.shape, out.dtype, out=out
             )
-            return out
-        return nf4.dequantise(self.q, out.dtype, out)
+            return
+        nf4.dequantise(self.q, out.dtype, out)
+
+
+class StackedWeight:
+    """Several quantised weights of one input, one above the other: each keeps its own quantisation."""
+
+    def __init__(self, parts: Sequence[Weight], scratch: Scratch) -> None:
+        self.parts = tuple(parts)
+        self._scratch = scratch
+        scratch.reserve(self.shape[0] * self.shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def dense(self) -> torch.Tensor:
+        out = self._scratch.take(self.shape)
+        row = 0
+        for part in self.parts:
+            part.unpack_into(out[row : row + part.shape[0]])
+            row += part.shape[0]
+        return out
 
 
 @lru_cache(maxsize=1)
@@ -141,6 +193,41 @@ class BaseLinear:
 
 
 @dataclass
+class GroupLinear:
+    """The linears of a group as one: weight (ΣN, K), bias (ΣN,)."""
+
+    weight: GroupWeight
+    bias: torch.Tensor | None
+
+
+def grouped(linears: dict[str, BaseLinear], scratch: Scratch) -> dict[str, GroupLinear]:
+    """Concatenate each group's weights; plain ones become views of the whole, so nothing is held twice."""
+    groups = {}
+    for name, members in GROUPS.items():
+        parts = [linears[member] for member in members]
+        weight: GroupWeight = parts[0].weight
+        if len(parts) > 1 and all(isinstance(part.weight, DenseWeight) for part in parts):
+            whole = torch.cat([part.weight.tensor for part in parts if isinstance(part.weight, DenseWeight)])
+            weight = DenseWeight(whole, scratch)
+            row = 0
+            for part in parts:
+                rows = part.weight.shape[0]
+                part.weight = DenseWeight(whole[row : row + rows], scratch)
+                row += rows
+        elif len(parts) > 1:
+            weight = StackedWeight([part.weight for part in parts], scratch)
+        biases = [part.bias for part in parts]
+        known = next((bias for bias in biases if bias is not None), None)
+        bias = None
+        if known is not None:
+            bias = torch.cat(
+                [known.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
+            )
+        groups[name] = GroupLinear(weight, bias)
+    return groups
+
+
+@dataclass
 class BaseLayer:
     """One decoder layer. Norms are in the compute dtype."""
 
@@ -149,6 +236,7 @@ class BaseLayer:
     q_norm: torch.Tensor | None  # (head_dim,)
     k_norm: torch.Tensor | None  # (head_dim,)
     linears: dict[str, BaseLinear]  # by the names of `LINEARS`
+    groups: dict[str, GroupLinear]  # by the names of `GROUPS`: the same weights, concatenated
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A reservation of ours, a trainer's above all, taken before anything of it touches a GPU.
 
-    admission = admit(config.gpu, device=config.device, say=…, on_look=…, tracer=…)
+    admission = admit(config.gpu, device=config.device, say=…, on_place=…, on_look=…, tracer=…)
     Runner(device=admission.device, reservation=admission.reservation, …)
 
 Afterwards this process sees the one device that it has reserved, by its UUID, and nothing else: to be called
@@ -23,7 +23,7 @@ from gshare.agent.vram.guard import Reservation, reserve
 from gshare.agent.vram.inherit import Inherited, NotInherited, inherit
 from gshare.agent.vram.ledger import Ledger, Queued
 from gshare.agent.vram.mps import mps_environment
-from gshare.agent.vram.queue import Announcer, OnLook
+from gshare.agent.vram.queue import Announcer, OnLook, OnWait
 from gshare.agent.vram.rows import Client
 from gshare.agent.vram.sources import is_simulated
 
@@ -37,16 +37,23 @@ class Admission(NamedTuple):
     device: str
 
 
-def admit(request: GpuRequest, *, device: str, say: Say, on_look: OnLook, tracer: Tracer) -> Admission:
+def admit(
+    request: GpuRequest, *, device: str, say: Say, on_place: OnWait, on_look: OnLook, tracer: Tracer
+) -> Admission:
     """Reserve what `request` asks for, waiting as long as it allows, and set this process's environment.
 
-    Inside `gpu run` its reservation is used, and no second one made.
-
+    Inside `gpu run` its reservation is used, and no second one made. `on_place` hears of every change of place or reason, `say` only of what people should read.
     RetryLater (exit 75): not within the time; UsageError (2): can never fit, or MPS as asked for is
     refused; GshareError (1): the device or the ledger is in trouble. Nothing stays reserved then. What
     `on_look` raises passes through.
     """
     ledger = Ledger(tracer=tracer)
+    announce = Announcer(lambda line: say("info", line), line=waiting_line)
+
+    def on_wait(queued: Queued) -> None:
+        on_place(queued)
+        announce(queued)
+
     devices = _devices(ledger, request)
     reservation = _inherited(ledger, request, devices, say) or reserve(
         request.budget_mb,
@@ -54,7 +61,7 @@ def admit(request: GpuRequest, *, device: str, say: Say, on_look: OnLook, tracer
         devices=devices,
         timeout_s=request.timeout_s,
         clients=(Client(name=request.client, budget_mb=request.budget_mb),) if request.client else (),
-        on_wait=Announcer(lambda line: say("info", line), line=_waiting),
+        on_wait=on_wait,
         on_look=on_look,
         on_warning=lambda line: say("warning", line),
         ledger=ledger,
@@ -119,6 +126,7 @@ def _runner_device(device: str) -> str:
     return device if device == "auto" else "cuda:0"
 
 
-def _waiting(queued: Queued) -> str:
+def waiting_line(queued: Queued) -> str:
+    """Where the request of a trainer stands, in one line."""
     decision = queued.decision
     return f"waiting for GPU memory, position {decision.position}: {decision.reason}, on {queued.gpu_uuid}"

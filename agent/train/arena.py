@@ -161,6 +161,21 @@ class Arena:
         """Where the adapter's weights lie."""
         return self._weights.slots[name]
 
+    def shape(self, name: str, key: MatrixKey) -> tuple[int, int]:
+        return self._shapes[name][key]
+
+    def moments_slot(self, name: str) -> Slot | None:
+        """Where the adapter's fp32 moments lie; None for an optimizer that keeps its own."""
+        return self._moments.slots.get(name)
+
+    def whole(self, purpose: str) -> torch.Tensor:
+        """All adapters' memory of one purpose ("compute": what kernels multiply with); valid until the
+        next `allocate`."""
+        if purpose == "compute" and "compute" not in self._weights.flat:
+            purpose = "params"
+        region = self._moments if purpose in self._moments.flat else self._weights
+        return region.flat[purpose]
+
     def has(self, name: str, key: MatrixKey) -> bool:
         return key in self._shapes[name]
 

@@ -51,6 +51,11 @@ class Part:
     def tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
+    @property
+    def scale(self) -> float:
+        """s / p of the adapter: its LoRA scaling over the keep probability (training only)."""
+        return self.adapter.spec.scaling * keep_scale(self.adapter.spec.lora_dropout)
+
 
 class _Mask(KeepMask):
     def __init__(self, part: Part, layer: int, linear: str, device: torch.device) -> None:

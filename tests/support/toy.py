@@ -17,7 +17,8 @@ from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.train.audit import Trace, run_jobs
 from gshare.agent.train.runner import Runner
-from gshare.kernels.backend import Backend, ReferenceBackend
+from gshare.kernels.backend import Backend
+from gshare.kernels.reference_backend import ReferenceBackend
 
 VOCABULARY = 90
 #: Where the toy runs: the suite on "cpu"; a person with a GPU sets GSHARE_TEST_DEVICE=cuda.

@@ -1,0 +1,258 @@
+"""The engine on CUDA: the same pass over tables in device memory, replayed as a CUDA graph where that pays.
+
+A pass is laid out on the host, uploaded, and launched; nothing waits for the device until somebody asks for
+losses. The first pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is
+captured, later ones are replayed. Captured or not, the launches and so the bits are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from gshare.agent.base.weights import Base
+from gshare.agent.jobs.spec import LINEARS
+from gshare.agent.train.arena import Slot
+from gshare.agent.train.device_optimizer import DeviceOptimizer
+from gshare.agent.train.device_pass import PassBuffers, PassShape, matrix_table
+from gshare.agent.train.engine import Engine, Part
+from gshare.kernels.backend import Backend
+from gshare.kernels.dropout import keep_mask
+from gshare.kernels.layout import Group
+from gshare.kernels.lora_tables import LoraWorkspace
+from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
+
+#: Above this many tokens × parameters the device is slower than the host that launches: about 46 launches a
+#: layer at 12 µs are 18 ms for 8B, whose 750 tokens take 50 ms.
+GRAPH_LIMIT = 6e12
+#: Graphs kept; each holds its launches' parameters, they share their memory.
+MAX_GRAPHS = 48
+GRAPHS_VARIABLE = "GSHARE_CUDA_GRAPHS"  # "0": never
+
+
+@dataclass
+class _Entry:
+    """A shape that was met: its tables, and its graph once captured."""
+
+    buffers: PassBuffers
+    runs: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    nll: torch.Tensor | None = None
+    pointers: tuple[int, ...] = ()
+
+
+@dataclass
+class Pending:
+    """A pass under way: `losses` waits for it."""
+
+    counts: Sequence[int]
+    nll: torch.Tensor  # pinned, being filled
+    done: torch.cuda.Event | None
+    keep: list[torch.Tensor] = field(default_factory=list)
+
+    def losses(self) -> list[list[float]]:
+        if self.done is not None:
+            self.done.synchronize()
+        flat = self.nll.tolist()
+        ends = list(accumulate(self.counts))
+        return [flat[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+
+
+class DeviceEngine(Engine):
+    """Runs passes over one base on a CUDA device through the Triton backend."""
+
+    def __init__(self, base: Base, backend: Backend) -> None:
+        super().__init__(base, backend)
+        self._entries: OrderedDict[tuple[PassShape, bool], _Entry] = OrderedDict()
+        self._matrices: dict[str, tuple[Slot, np.ndarray]] = {}
+        self._positions = 2048
+        self._workspace = LoraWorkspace(base.device)
+        self.optimizer = DeviceOptimizer(self.arena)
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
+        self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
+        self.replays = 0
+        self._parameters = base.config.parameter_count()
+
+    # ------------------------------------------------------------------ passes
+
+    def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
+        return self.queue(parts).losses()
+
+    @torch.no_grad()
+    def queue(self, parts: Sequence[Part]) -> Pending:
+        """Start a pass; its gradients are in the arena for whatever is launched next."""
+        return self._start(parts, training=True)
+
+    @torch.no_grad()
+    def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
+        return self._start(parts, training=False).losses()
+
+    def _start(self, parts: Sequence[Part], *, training: bool) -> Pending:
+        self._count(parts)
+        shape = PassShape.of(parts, training=training)
+        entry = self._entry(shape, training)
+        longest = max(len(row.tokens) for part in parts for row in part.rows)
+        while self._positions < longest:
+            self._positions *= 2
+        counts = entry.buffers.fill(
+            parts,
+            [self._table(part) for part in parts],
+            [self.optimizer.seat(part.adapter.name) for part in parts],
+            training=training,
+        )
+        pointers = self._pointers()
+        if entry.pointers != pointers:
+            entry.graph, entry.pointers, entry.runs = None, pointers, 0
+        if entry.graph is not None:
+            entry.graph.replay()
+            self.replays += 1
+            nll = entry.nll
+        elif self._worth_a_graph(shape) and entry.runs >= 1:
+            nll = self._capture(entry, training)
+        else:
+            masks = _masks(parts, shape, self.base.device) if shape.dropout else None
+            nll = self._launch(entry.buffers, training, masks)
+        entry.runs += 1
+        assert nll is not None
+        return self._fetch(nll[: sum(counts)], counts)
+
+    def _fetch(self, nll: torch.Tensor, counts: Sequence[int]) -> Pending:
+        if not nll.is_cuda:
+            return Pending(counts, nll.clone(), None)
+        host = torch.empty(nll.shape, dtype=nll.dtype, pin_memory=True)
+        host.copy_(nll, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Pending(counts, host, done, [nll])
+
+    def _entry(self, shape: PassShape, training: bool) -> _Entry:
+        key = (shape, training)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(PassBuffers(shape, self.base.config, self.base.device))
+            if len(self._entries) > MAX_GRAPHS:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return entry
+
+    def _table(self, part: Part) -> np.ndarray:
+        """The adapter's `matrix_table`, made once for each slot it is given."""
+        name = part.adapter.name
+        slot = self.arena.slot(name)
+        known = self._matrices.get(name)
+        if known is None or known[0] is not slot:
+            if len(self._matrices) > 2 * len(self.arena.names()):
+                self._matrices.clear()
+            known = self._matrices[name] = (slot, matrix_table(self.arena, name, self.base.config))
+        return known[1]
+
+    def _pointers(self) -> tuple[int, ...]:
+        """What a graph has baked in besides its own buffers."""
+        arena = self.arena
+        cos, sin = self.decoder.rope_tables(self._positions)
+        return (
+            arena.whole("compute").data_ptr(),
+            arena.whole("grads").data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
+
+    def _worth_a_graph(self, shape: PassShape) -> bool:
+        return self.graphs and not shape.dropout and shape.tokens * self._parameters <= GRAPH_LIMIT
+
+    def _capture(self, entry: _Entry, training: bool) -> torch.Tensor:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.base.device)
+        with torch.cuda.graph(graph, pool=self._pool):
+            entry.nll = self._launch(entry.buffers, training, None)
+        if self._pool is None:
+            self._pool = graph.pool()
+        entry.graph = graph
+        graph.replay()
+        self.replays += 1
+        return entry.nll
+
+    # ------------------------------------------------------------------ one pass
+
+    def _launch(
+        self,
+        buffers: PassBuffers,
+        training: bool,
+        masks: Callable[[Group], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """nll (R,). Reads device memory only: no size or pointer of it depends on the pass's content."""
+        shape, device = buffers.shape, buffers.device
+        layout = DeviceLayout(
+            (0, shape.tokens),
+            self.base.device,
+            position=device["position"],
+            blocks=device["blocks"],
+            table_rows=self._positions,
+        )
+        lora = DeviceLora(
+            buffers.tables,
+            self.arena.whole("compute"),
+            self.arena.whole("grads"),
+            self._workspace,
+            shape.groups,
+            masks,
+        )
+        x, kept = self.decoder.forward(
+            device["tokens"],
+            layout,
+            lora,
+            keep_from=shape.lowest if training else None,
+            checkpoint=shape.checkpoint,
+        )
+        x_rows = x.index_select(0, device["read"])
+        h, rstd = self.decoder.final_norm(x_rows)
+        head, targets = self.base.lm_head.dense(), device["targets"]
+        if not training:
+            return self.backend.cross_entropy(h, head, targets, None)[0]
+        nll, dh = self.backend.cross_entropy(h, head, targets, device["scale"])
+        assert dh is not None
+        # Whole numbers: their minimum does not depend on the order in which rows arrive.
+        finite = torch.isfinite(nll).int()
+        self.optimizer.flags.scatter_reduce_(0, device["owner"], finite, reduce="amin")
+        d_rows = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
+        # One row more than the pass has: padding label rows write there.
+        dx = torch.zeros(shape.tokens + 1, x.shape[1], dtype=x.dtype, device=x.device)
+        dx.index_copy_(0, device["write"], d_rows)
+        del x, x_rows, h, dh, d_rows
+        self.decoder.backward(dx[: shape.tokens], kept, layout, lora, lowest=shape.lowest)
+        return nll
+
+
+def _masks(parts: Sequence[Part], shape: PassShape, device: torch.device) -> Callable[[Group], torch.Tensor]:
+    """Keep masks made on the host: right, not fast."""
+
+    def masks(group: Group) -> torch.Tensor:
+        keep = torch.ones(len(group.linears), shape.tokens, group.inputs, dtype=torch.uint8)
+        for j, linear in enumerate(group.linears):
+            at = 0
+            for part in parts:
+                spec = part.adapter.spec
+                for row in part.rows:
+                    length = len(row.tokens)
+                    if spec.lora_dropout > 0 and linear in spec.targets:
+                        assert spec.seed is not None
+                        keep[j, at : at + length] = keep_mask(
+                            seed=spec.seed,
+                            step=part.step,
+                            sample=row.sample,
+                            layer=group.layer,
+                            module=LINEARS.index(linear),
+                            length=length,
+                            features=group.inputs,
+                            p=spec.lora_dropout,
+                        )
+                    at += length
+        return keep.to(device)
+
+    return masks

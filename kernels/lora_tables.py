@@ -1,0 +1,227 @@
+"""Device tables that tell the grouped LoRA kernels which tokens and which matrices are whose.
+
+    A  adapters of the pass      adapter i owns tokens [start_i, end_i); its sequences tile them, in order
+    J  linears of a group        they read the same x (T, K); their outputs lie side by side in y (T, ΣN_j)
+    matrices of (i, linear)      A (r, K) row-major at a_off and B (N_j, r) row-major at b_off of flat memory
+
+Per pass:
+
+    blocks     (max_blocks, 3) int32     adapter, first token, end of the adapter: 64 tokens counted from
+                                         the adapter's first; what row-wise products run over
+    granules   (max_granules, 2) int32   first token, end: 64 tokens counted from the *sequence's* first;
+                                         what the sums over tokens of dA and dB run over, in this order
+    spans      (max_adapters + 1) int32  granules of adapter i: spans[i] to spans[i + 1]
+    scales     (max_adapters) fp32       s / p
+    matrices   (ΣJ, max_adapters, 3) int64   a_off, b_off, rank of every linear of every group
+
+Unused blocks hold adapter −1, unused adapters have no granules and rank 0. All of it is one upload into
+memory that stays where it is, so that a captured CUDA graph serves every pass of the same capacities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+#: Tokens of a block and of a granule. The sums of dA and dB are cut by it: a part of the numerics.
+BLOCK_T = 64
+#: Every A and B starts at a multiple of this many elements (the arena's rule), so rows load 16 bytes at once.
+ALIGN = 16
+#: Each linear's columns of S start at a multiple of this: 16 bytes of bf16.
+COLUMN_ALIGN = 8
+#: Highest rank the kernels were built for.
+MAX_RANK = 256
+
+
+def column_width(rank: int) -> int:
+    """Columns of S that a linear of this rank takes: those past the rank hold zeros."""
+    return -(-rank // COLUMN_ALIGN) * COLUMN_ALIGN
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """The linears of one layer that read the same input: K in, N_j out, side by side in y."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert 1 <= len(self.out_features) <= 3, "a group has one to three linears"
+
+    @property
+    def linears(self) -> int:
+        return len(self.out_features)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """n_off_j: the first column of linear j in y."""
+        return (0, *accumulate(self.out_features[:-1]))
+
+
+@dataclass(frozen=True)
+class PassAdapter:
+    """One adapter's share of a pass.
+
+    sequences: (first, end) token ranges, in order, without gaps between them.
+    scale: s / p.
+    matrices: (ΣJ, 3) int64: a_off, b_off, rank of every linear of every group, group by group; rank 0
+    where the adapter leaves a linear alone. It depends on the arena alone: build it once, not every pass.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    scale: float
+    matrices: np.ndarray
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """One group as a kernel sees it. `columns`: width of S and dS, where adapter i's linear j starts at
+    column Σ_{j' < j} column_width(r_ij'). `matrices` (J, max_adapters, 3) int64 is a slice of the upload."""
+
+    shape: GroupShape
+    columns: int
+    matrices: torch.Tensor
+
+
+class PassTables:
+    """The tables of a pass, refreshed in place.
+
+    Capacities (they set the kernels' grids): adapters, sequences, blocks (T // 64 + max_adapters is always
+    enough) and the highest rank. A pass that exceeds one is refused with ValueError before anything changes.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupShape],
+        device: torch.device,
+        *,
+        max_adapters: int,
+        max_sequences: int,
+        max_blocks: int,
+        max_rank: int,
+    ) -> None:
+        assert 1 <= max_rank <= MAX_RANK, f"max_rank {max_rank} is not in 1..{MAX_RANK}"
+        self.device, self.max_rank = device, max_rank
+        self.max_adapters, self.max_sequences, self.max_blocks = max_adapters, max_sequences, max_blocks
+        linears = sum(group.linears for group in groups)
+        # A sequence adds at most one granule to what the adapter's blocks would have been.
+        sections: list[tuple[str, tuple[int, ...], np.dtype]] = [
+            ("matrices", (linears, max_adapters, 3), np.dtype(np.int64)),
+            ("blocks", (max_blocks, 3), np.dtype(np.int32)),
+            ("granules", (max_blocks + max_sequences, 2), np.dtype(np.int32)),
+            ("spans", (max_adapters + 1,), np.dtype(np.int32)),
+            ("scales", (max_adapters,), np.dtype(np.float32)),
+        ]
+        self._places: dict[str, tuple[slice, tuple[int, ...], np.dtype]] = {}
+        at = 0
+        for name, shape, dtype in sections:
+            nbytes = int(np.prod(shape)) * dtype.itemsize
+            self._places[name] = (slice(at, at + nbytes), shape, dtype)
+            at += -(-nbytes // 16) * 16
+        # Two host buffers in turn: the next pass is written while the last one's copy may still be waiting.
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(at, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self._device = torch.zeros(at, dtype=torch.uint8, device=device)
+        self.blocks, self.granules = self._section("blocks"), self._section("granules")
+        self.spans, self.scales = self._section("spans"), self._section("scales")
+        matrices = self._section("matrices")
+        self.groups: list[GroupTable] = []
+        first = 0
+        for group in groups:
+            columns = -(-group.linears * column_width(max_rank) // 16) * 16
+            self.groups.append(GroupTable(group, columns, matrices[first : first + group.linears]))
+            first += group.linears
+        self.refresh([])
+
+    def refresh(self, adapters: Sequence[PassAdapter]) -> None:
+        """Tables of a new pass into the same memory, in stream order; the host waits for nothing younger
+        than the upload before last."""
+        blocks, granules, spans = self._lay_out(adapters)
+        host, copied = self._host[self._turn], self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        views = {
+            name: host.numpy()[place].view(dtype).reshape(shape)
+            for name, (place, shape, dtype) in self._places.items()
+        }
+        views["blocks"][:] = -1
+        views["blocks"][: len(blocks)] = blocks
+        views["granules"][: len(granules)] = granules
+        views["spans"][:] = spans[-1]
+        views["spans"][: len(spans)] = spans
+        views["matrices"][:, len(adapters) :] = 0
+        for i, adapter in enumerate(adapters):
+            views["matrices"][:, i] = adapter.matrices
+            views["scales"][i] = adapter.scale
+        self._device.copy_(host, non_blocking=True)
+        if self._device.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._copied[self._turn] = event
+        self._turn = 1 - self._turn
+
+    def _section(self, name: str) -> torch.Tensor:
+        place, shape, dtype = self._places[name]
+        torch_dtype = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}[dtype.name]
+        return self._device[place].view(torch_dtype).view(shape)
+
+    def _lay_out(self, adapters: Sequence[PassAdapter]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        blocks: list[tuple[int, int, int]] = []
+        granules: list[tuple[int, int]] = []
+        spans, last_token = [0], 0
+        for i, adapter in enumerate(adapters):
+            start, end = adapter.sequences[0][0], adapter.sequences[-1][1]
+            assert start >= last_token, f"adapter {i} starts at token {start}, inside the one before"
+            last_token = start
+            for first, stop in adapter.sequences:
+                assert first == last_token < stop, f"adapter {i}: its sequences do not tile its tokens"
+                granules += [(t, stop) for t in range(first, stop, BLOCK_T)]
+                last_token = stop
+            blocks += [(i, t, end) for t in range(start, end, BLOCK_T)]
+            spans.append(len(granules))
+            matrices = adapter.matrices
+            assert not (matrices[:, :2] % ALIGN).any(), f"adapter {i}: a matrix off the {ALIGN}-element grid"
+            if matrices[:, 2].max(initial=0) > self.max_rank:
+                raise ValueError(f"adapter {i}: rank {matrices[:, 2].max()} over the tables' {self.max_rank}")
+        sequences = sum(len(adapter.sequences) for adapter in adapters)
+        for what, count, most in (
+            ("adapters", len(adapters), self.max_adapters),
+            ("sequences", sequences, self.max_sequences),
+            ("blocks", len(blocks), self.max_blocks),
+        ):
+            if count > most:
+                raise ValueError(f"a pass of {count} {what} does not fit tables for {most}")
+        return (
+            np.array(blocks, dtype=np.int32).reshape(-1, 3),
+            np.array(granules, dtype=np.int32).reshape(-1, 2),
+            spans,
+        )
+
+
+class LoraWorkspace:
+    """Where programs that each hold a part of one sum leave it: partial sums (fp32) and counters (int32).
+
+    Counters are zero between launches. One workspace serves one stream. Buffers that were outgrown are
+    kept: a captured CUDA graph may still use them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._partials = torch.empty(0, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []
+
+    def reserve(self, partials: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least that many elements of each. Reserve the largest before the first graph is captured."""
+        if self._partials.numel() < partials:
+            self._outgrown.append(self._partials)
+            self._partials = torch.empty(partials, device=self._partials.device)
+        if self._counters.numel() < counters:
+            self._outgrown.append(self._counters)
+            self._counters = torch.zeros(counters, dtype=torch.int32, device=self._counters.device)
+        return self._partials, self._counters
