@@ -113,7 +113,7 @@ class DeviceEngine(Engine):
 
     def _start(self, parts: Sequence[Part], *, training: bool) -> Pending:
         self._count(parts)
-        shape = PassShape.of(parts, training=training)
+        shape = PassShape.of(parts, training=training, checkpointing=self.checkpointing)
         entry = self._entry(shape, training)
         longest = max(len(row.tokens) for part in parts for row in part.rows)
         while self._positions < longest:

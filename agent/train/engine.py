@@ -156,6 +156,8 @@ class Engine:
         self.decoder = Decoder(base, backend)
         self.arena = Arena(base.device, base.compute_dtype)
         self.before_pass: Callable[[Sequence[Part]], None] = lambda parts: None
+        #: Recompute activations in every pass, not only where an adapter asks for it; never changes bits.
+        self.checkpointing = False
         self.passes = 0
         self.most_adapters = 0
 
@@ -192,7 +194,7 @@ class Engine:
         layout, tokens = self._pack(parts)
         lora = PassLora(parts, layout, training=True)
         lowest = min(part.adapter.lowest_layer for part in parts)
-        checkpoint = any(part.adapter.spec.gradient_checkpointing for part in parts)
+        checkpoint = self.checkpointing or any(p.adapter.spec.gradient_checkpointing for p in parts)
         x, kept = self.decoder.forward(tokens, layout, lora, keep_from=lowest, checkpoint=checkpoint)
         rows, targets, counts = self._targets(parts, layout)
         scale = np.concatenate(

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.checkpointing import CUT_FIRST
 from gshare.agent.train.engine import Engine, Part, Row, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
 
@@ -126,15 +127,22 @@ class Rounds:
                 if not is_out_of_memory(error):
                     raise
                 largest = max(sum(part.tokens for part in one) for one in passes)
-                if all(sum(len(part.rows) for part in one) == 1 for one in passes):
+                single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
+                if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
+                    self.engine.checkpointing = True
+                    log.warning("out of memory at %d tokens a pass; recomputing activations", largest)
+                elif single:
                     if self.more_memory():
                         continue
                     raise OutOfMemory(
-                        f"out of memory with one row of {largest} tokens in the pass; "
-                        "lower max_length or use gradient_checkpointing = true"
+                        f"out of memory with one row of {largest} tokens in the pass and activations "
+                        "recomputed; lower max_length"
                     ) from error
-                self.max_tokens = max(largest // 2, 1)
-                log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)
+                else:
+                    self.max_tokens = max(largest // 2, 1)
+                    log.warning(
+                        "out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens
+                    )
             self._empty_cache()
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> bool:

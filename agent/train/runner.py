@@ -40,6 +40,7 @@ from gshare.agent.train.checkpoint import (
     truncate_metrics,
 )
 from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
+from gshare.agent.train.checkpointing import does_not_fit
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
@@ -148,12 +149,26 @@ class Runner:
         finally:
             self._on_pass([])
         self._jobs[name] = job
+        self._choose_checkpointing()
         if resumed:
             self._change(job, "running", f"resumed at step {job.step}", job.last_losses())
         else:
             self._change(job, "running", "")
         if job.step >= job.total_steps:
             self._finish(job)
+
+    def _choose_checkpointing(self) -> None:
+        """Recompute activations from the start where the estimate says that they do not fit otherwise."""
+        specs = [job.spec for job in self._jobs.values() if job.state not in ENDED]
+        if not self.engine.checkpointing and does_not_fit(
+            self.engine.base,
+            specs,
+            max_tokens=self.rounds.max_tokens,
+            max_adapters=self._max_adapters,
+            budget_mb=self._guard.budget_mb(),
+        ):
+            self.engine.checkpointing = True
+            self._say("info", "activations are recomputed: kept, they would not fit into the reservation")
 
     def stop(self, job: str, reason: str) -> None:
         """Checkpoint and end as `stopped`; GshareError for a job that is not here."""
