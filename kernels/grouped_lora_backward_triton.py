@@ -36,7 +36,7 @@ from gshare.kernels.grouped_lora_triton import (
 )
 from gshare.kernels.lora_tables import BLOCK_T, COLUMN_ALIGN, LoraWorkspace, PassTables
 from gshare.kernels.lora_tables import column_width as padded_rank
-from gshare.kernels.triton_common import INTERPRET, dot
+from gshare.kernels.triton_common import INTERPRET, dot, narrow
 
 _COLUMN_ALIGN = tl.constexpr(COLUMN_ALIGN)
 
@@ -140,7 +140,7 @@ def _ds_kernel(
     scale = tl.load(scales + adapter)
     if not SPLIT:
         value = tl.where((r < rank)[None, :], total * scale, 0.0)
-        tl.store(ds_places, value.to(ds.dtype.element_ty), mask=keep)
+        tl.store(ds_places, narrow(value, ds.dtype.element_ty, WIDEN), mask=keep)
     else:
         SIZE: tl.constexpr = BLOCK_T * BLOCK_C
         base = partials + ((block * UNITS + first_unit).to(tl.int64) * TILES + tile) * SIZE
@@ -152,7 +152,7 @@ def _ds_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
             total = add_partials(base, places, keep, chunks, TILES * SIZE, BLOCK_T, BLOCK_C)
             value = tl.where((r < rank)[None, :], total * scale, 0.0)
-            tl.store(ds_places, value.to(ds.dtype.element_ty), mask=keep)
+            tl.store(ds_places, narrow(value, ds.dtype.element_ty, WIDEN), mask=keep)
             tl.store(counter, 0)
 
 
@@ -284,7 +284,7 @@ def _dx_kernel(
                 acc = tl.where(tl.load(m_rows + k[None, :], mask=keep, other=0) != 0, acc, 0.0)
             total += acc
         ds_rows += column_width(rank)
-    tl.store(places, (value.to(tl.float32) + total).to(dx.dtype.element_ty), mask=keep)
+    tl.store(places, narrow(value.to(tl.float32) + total, dx.dtype.element_ty, WIDEN), mask=keep)
 
 
 def lora_dx(
