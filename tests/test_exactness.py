@@ -358,7 +358,7 @@ def test_16_the_control_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
             run,
             jobs,
             model_dir=tiny_checkpoint,
-            device=DEVICE,
+            device=torch.device(DEVICE),
             backend_factory=lambda: ReferenceBackend(exact=exact),
             directory=tmp_path / str(exact),
         )
@@ -378,7 +378,7 @@ def test_an_audit_that_never_packed_fails(tiny_checkpoint: Path, tmp_path: Path)
         ),
         [request(tmp_path, name, max_steps=2) for name in ("a", "bb")],
         model_dir=tiny_checkpoint,
-        device=DEVICE,
+        device=torch.device(DEVICE),
         backend_factory=ReferenceBackend,
         directory=tmp_path,
     )

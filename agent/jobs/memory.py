@@ -174,6 +174,46 @@ def estimate_run(
     return MemoryEstimate(parts, device)
 
 
+def estimate_generation(
+    shape: ModelShape,
+    *,
+    base_dtype: BaseDtype,
+    device: Device,
+    prompt_tokens: int,
+    positions: int,
+    adapter_bytes: int,
+) -> MemoryEstimate:
+    """The peak memory of answering one prompt (agent/base/generate.py), by part.
+
+    Args:
+        shape: the base model.
+        base_dtype: how the base's linears are stored.
+        device: sets the compute dtype, as for `estimate_run`.
+        prompt_tokens: rows of the first pass; every later one has a single row.
+        positions: tokens of prompt and answer, which the cache holds.
+        adapter_bytes: size of the adapter's file, fp32; 0 without one.
+    """
+    compute = 4 if device == "cpu" or base_dtype == "fp32" else 2
+    kv = shape.num_kv_heads * shape.head_dim
+    # One layer's keys are in memory twice while a token is added to them.
+    cache = (2 * shape.num_layers + 1) * positions * kv * compute
+    attention = _SCORE_MATRICES * shape.num_heads * max(prompt_tokens**2, positions) * 4
+    parts = (
+        MemoryPart("base", _base_bytes(shape, base_dtype), f"{shape.parameters:,} weights, {base_dtype}"),
+        MemoryPart("unpacking", _scratch_bytes(shape, base_dtype, compute), "one dense weight, the largest"),
+        MemoryPart("adapter", adapter_bytes, "A and B"),
+        MemoryPart("cache", cache, f"keys and values of {positions:,} tokens"),
+        MemoryPart(
+            "activations",
+            prompt_tokens * _layer_columns(shape, (), kept=False) * compute,
+            f"one layer over a prompt of {prompt_tokens:,} tokens",
+        ),
+        MemoryPart("attention", attention, "scores of the prompt"),
+        MemoryPart("logits", 2 * shape.vocab_size * 4, "one row"),
+    )
+    return MemoryEstimate(parts, device)
+
+
 def _base_bytes(shape: ModelShape, base_dtype: BaseDtype) -> int:
     """Linears as stored; embedding and head (never quantised) in fp32 for an fp32 base, else bf16; norms
     in 4 bytes at most."""

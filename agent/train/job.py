@@ -18,7 +18,7 @@ from gshare.agent.data.sampler import Sampler
 from gshare.agent.data.split import split_rows
 from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.events import JobStateName
+from gshare.agent.jobs.events import JobStateName, LastLosses
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Row
@@ -127,6 +127,9 @@ class Job:
             self.best_val_loss, self.best_step = val_loss, self.step
             return True
         return False
+
+    def last_losses(self) -> LastLosses:
+        return LastLosses(loss=self.last_loss, val_loss=self.last_val_loss, best_val_loss=self.best_val_loss)
 
     # ------------------------------------------------------------------ files
 

@@ -2,7 +2,8 @@
 
 A round is a transaction. Gradients of all passes come first, every update comes last; an out-of-memory
 error in between changes nothing: the round starts again with fewer rows in each pass, and since a job
-is a pure function the bits are those that the larger passes would have given.
+is a pure function the bits are those that the larger passes would have given. Each adapter's update is one
+more transaction, of that adapter alone.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Engine, Part, Row, mean_loss
+from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,6 @@ class StepOutcome:
     grad_norm: float = float("nan")
     adapters_in_pass: int = 1
     error: Exception | None = None
-
-
-class OutOfMemory(RuntimeError):
-    """One row of one adapter alone does not fit."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's, the CPU allocator's, Python's own, and that of a round."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, OutOfMemory)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
@@ -101,7 +94,7 @@ class Rounds:
         self.more_memory = more_memory
 
     def run(self, work: Sequence[StepWork]) -> list[StepOutcome]:
-        """Losses and gradient norms of every adapter's step; the caller commits with `Adapter.update`.
+        """Losses and gradient norms of every adapter's step; the caller commits each with `update`.
 
         An exception that is not an OOM is retried one adapter at a time, so that it ends only the one
         that causes it.
@@ -138,8 +131,40 @@ class Rounds:
                     ) from error
                 self.max_tokens = max(largest // 2, 1)
                 log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)
-            if self.engine.base.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._empty_cache()
+
+    def update(self, outcome: StepOutcome, learning_rate: float) -> bool:
+        """Commit one adapter's step; whether all its weights are numbers then.
+
+        An out-of-memory error has changed nothing of the adapter (`Adapter.update`), so the update is made
+        again: once after emptying the allocator's cache, then for as long as more memory can be had. After
+        that OutOfMemory, which is this adapter's alone: the others have steps of their own.
+        """
+        adapter, step = outcome.work.adapter, outcome.work.step + 1
+        self._until_it_fits(
+            lambda: adapter.update(step=step, learning_rate=learning_rate, norm=outcome.grad_norm)
+        )
+        return self._until_it_fits(adapter.is_finite)
+
+    def _until_it_fits(self, act: Callable[[], T]) -> T:
+        emptied = False
+        while True:
+            try:
+                return act()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if emptied and not self.more_memory():
+                    raise OutOfMemory(
+                        "out of memory in the optimizer's update; lower r, or train less at once"
+                    ) from error
+            log.warning("out of memory in an optimizer's update; making it again")
+            emptied = True
+            self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        if self.engine.base.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _attempt(self, work: Sequence[StepWork], passes: list[list[Part]]) -> list[StepOutcome]:
         outcomes = {w.adapter.name: StepOutcome(w) for w in work}

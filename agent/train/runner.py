@@ -25,6 +25,7 @@ from gshare.agent.jobs.events import (
     Event,
     JobChanged,
     JobStateName,
+    LastLosses,
     Stepped,
     TrainerMessage,
 )
@@ -43,9 +44,10 @@ from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
-from gshare.agent.train.gpu_guard import make_guard
+from gshare.agent.train.gpu_guard import NoGuard, make_guard
 from gshare.agent.train.job import Job, JobData
-from gshare.agent.train.rounds import OutOfMemory, Rounds, StepOutcome, is_out_of_memory
+from gshare.agent.train.out_of_memory import is_out_of_memory, told, whose_limit
+from gshare.agent.train.rounds import Rounds, StepOutcome
 from gshare.agent.vram.guard import Reservation
 from gshare.kernels.backend import Backend, pick_backend
 
@@ -70,9 +72,11 @@ class Runner:
         base: Base | None = None,
         reservation: Reservation | None = None,
         may_grow: bool = False,
+        guard: NoGuard | None = None,
         tracer: Tracer = DISABLED,
     ) -> None:
-        """`backend` and `base` are for callers that compare several runs over one loaded base (audit).
+        """`backend`, `base` and the `guard` that it was loaded under are for callers that compare several
+        runs over one base (audit).
 
         Under a `reservation` the allocator is capped and use is written down; `may_grow` lets it ask the
         ledger for more. GshareError when the base does not fit into it.
@@ -80,14 +84,12 @@ class Runner:
         where = pick_device(device)
         self._emit = on_event
         self._tracer = tracer
-        self._guard = make_guard(reservation, asked=device, where=where, may_grow=may_grow, say=self._say)
-        try:
+        self._guard = guard or make_guard(
+            reservation, asked=device, where=where, may_grow=may_grow, say=self._say
+        )
+        with told("the base", self._guard):
             backend = backend or pick_backend(where)
             base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise GshareError(f"the base: {self._reason(error)}") from error
         self.model_dir = model_dir
         self.engine = Engine(base, backend)
         self.rounds = Rounds(self.engine, max_tokens_per_pass, self._guard.more_memory)
@@ -147,7 +149,10 @@ class Runner:
         finally:
             self._on_pass([])
         self._jobs[name] = job
-        self._change(job, "running", f"resumed at step {job.step}" if resumed else "")
+        if resumed:
+            self._change(job, "running", f"resumed at step {job.step}", job.last_losses())
+        else:
+            self._change(job, "running", "")
         if job.step >= job.total_steps:
             self._finish(job)
 
@@ -244,8 +249,11 @@ class Runner:
         )
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)
         if finite:
-            job.adapter.update(step=job.step + 1, learning_rate=learning_rate, norm=outcome.grad_norm)
-            finite = job.adapter.is_finite()
+            try:
+                finite = self.rounds.update(outcome, learning_rate)
+            except Exception as error:  # of this adapter: its newest checkpoint stands, the others go on
+                self._fail(job, error)
+                return
         job.step += 1
         job.tokens += outcome.work.tokens
         job.last_loss = outcome.loss
@@ -337,9 +345,8 @@ class Runner:
 
     def _reason(self, error: Exception) -> str:
         """One line for people; of an out-of-memory error under a reservation, whose limit it was."""
-        whose = self._guard.explain() if is_out_of_memory(error) else ""
-        if whose:
-            return f"{error if isinstance(error, OutOfMemory) else 'out of memory'}; {whose}"
+        if whose := whose_limit(error, self._guard):
+            return whose
         return str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
 
     def _end(self, job: Job, state: JobStateName, reason: str) -> None:
@@ -351,10 +358,17 @@ class Runner:
         job.adapter.close()
         self._change(job, state, reason)
 
-    def _change(self, job: Job, state: JobStateName, reason: str) -> None:
+    def _change(self, job: Job, state: JobStateName, reason: str, last: LastLosses | None = None) -> None:
         job.state, job.reason = state, reason
         self._emit(
-            JobChanged(job=job.name, state=state, step=job.step, total_steps=job.total_steps, reason=reason)
+            JobChanged(
+                job=job.name,
+                state=state,
+                step=job.step,
+                total_steps=job.total_steps,
+                reason=reason,
+                last=last,
+            )
         )
 
     def _find(self, name: str) -> Job:
