@@ -3,7 +3,7 @@
     {"format": 1, "cards": {card and versions: {product: "cublas" or "triton"}}}
 
 A plan says that cuBLAS had the own GEMM's bits for one shape and number of rows. It holds for exactly the
-card, the versions, the environment and the own GEMM's source that its key names; anything else is checked anew.
+card, versions, environment and own GEMM (its source) that its key names; anything else is checked anew.
 The file is a convenience: missing, damaged or unwritable it costs the checks again and nothing more.
 """
 
