@@ -75,6 +75,7 @@ def test_llama_8b_in_4_bits_by_hand() -> None:
     assert it["adapters"] == 41_943_040 * 10
     assert it["optimizer"] == 41_943_040 * 8
     assert it["attention"] == 0
+    assert it["logits"] == 1024 * 128256 * 2
     # Snapshots are in the host's memory: not part of the GPU's total.
     assert it.total == sum(part.nbytes for part in it.parts) - it["snapshots"]
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec, BaseDtype, RunSpec
+from gshare.kernels.logit_chunks import most_rows
 
 Device = Literal["cpu", "cuda"]
 
 #: NF4 with double quantisation (QLoRA, arXiv:2305.14314, section 3): half a byte a weight; a byte for the
 #: absmax of each block of 64; 4 bytes for the scale of each 256 of those.
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
-#: Rows of logits that exist at once (kernels/cross_entropy.py), each as logits and as log-probabilities.
+#: Rows of logits that exist at once on the CPU (kernels/cross_entropy.py), each also as log-probabilities.
 LOGIT_ROWS = 256
 #: Arena slots are padded to 64 bytes a matrix.
 _ALIGN = 16
@@ -166,7 +167,7 @@ def estimate_run(
         MemoryPart("optimizer", sum(_optimizer_bytes(shape, a) for a in adapters), "Adam's moments"),
         MemoryPart("activations", training, f"one pass of {pass_tokens:,} tokens"),
         MemoryPart("attention", attention, f"scores of one row of {longest_row:,} tokens"),
-        MemoryPart("logits", 2 * LOGIT_ROWS * shape.vocab_size * 4, f"{LOGIT_ROWS} rows at a time"),
+        _logits(shape, device, compute, pass_tokens),
         MemoryPart("evaluation", max(0, evaluation - training), "beyond what a training pass takes"),
         MemoryPart(
             "snapshots",
@@ -220,6 +221,16 @@ def estimate_generation(
         MemoryPart("logits", 2 * shape.vocab_size * 4, "one row"),
     )
     return MemoryEstimate(parts, device)
+
+
+def _logits(shape: ModelShape, device: Device, compute: int, pass_tokens: int) -> MemoryPart:
+    """On a GPU one buffer in the compute dtype, its own gradient later; every token may have a label."""
+    if device == "cpu":
+        rows, nbytes = LOGIT_ROWS, 2 * LOGIT_ROWS * shape.vocab_size * 4
+    else:
+        rows = most_rows(pass_tokens, shape.vocab_size, compute)
+        nbytes = rows * shape.vocab_size * compute
+    return MemoryPart("logits", nbytes, f"{rows:,} rows at a time")
 
 
 def _base_bytes(shape: ModelShape, base_dtype: BaseDtype) -> int:
