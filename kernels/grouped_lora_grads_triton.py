@@ -4,9 +4,9 @@ For the linears j of a group and the adapters i of a pass (`lora_tables.py`; T t
 
     dA_ij += dS_ijᵀ (x ∘ m_j),   dB_ij += dy[:, n_off_j:]ᵀ S_ij         fp32, in place
 
-Order of the sums: one fp32 accumulator starts at what `grads` holds and runs over the adapter's sequences in
-order, in granules of 64 tokens counted from each sequence's first: cutting a step's sequences into more calls
-changes no bits.
+Order of the sums: one fp32 accumulator starts at what `grads` holds (at zero for an adapter that the tables
+call fresh) and runs over the adapter's sequences in order, in granules of 64 tokens counted from each
+sequence's first: cutting a step's sequences into more calls changes no bits.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def _grad_a(
     table,
     adapters,
     adapter,
+    held,
     x_stride,
     s_stride,
     tokens,
@@ -61,14 +62,14 @@ def _grad_a(
     HAS_MASK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One tile of every linear's dAᵀ: BLOCK_F features by BLOCK_C columns of dS."""
+    """One tile of every linear's dAᵀ: BLOCK_F features by BLOCK_C columns of dS. held: grads hold a sum."""
     f = f0 + tl.arange(0, BLOCK_F)
     c = c0 + tl.arange(0, BLOCK_C)
     a_row, linear, columns = locate_columns(table, adapters, adapter, c, J, K)
     if c0 < columns:
         places = grads + a_row[None, :] + f[:, None]
         keep = (f < K)[:, None] & (linear >= 0)[None, :]
-        acc = tl.load(places, mask=keep, other=0.0)
+        acc = tl.load(places, mask=keep & held, other=0.0)
         for g in range(first, end):
             t, t_ok = _granule(granules, g, BLOCK_T)
             x_ok = t_ok[:, None] & (f < K)[None, :]
@@ -96,6 +97,7 @@ def _grad_b(
     granules,
     first,
     end,
+    held,
     dy_stride,
     s_stride,
     features,
@@ -113,7 +115,7 @@ def _grad_b(
     if c0 < rank:
         places = b_grads + f[:, None] * rank + c[None, :]
         keep = (f < features)[:, None] & (c < rank)[None, :]
-        acc = tl.load(places, mask=keep, other=0.0)
+        acc = tl.load(places, mask=keep & held, other=0.0)
         for g in range(first, end):
             t, t_ok = _granule(granules, g, BLOCK_T)
             y_ok = t_ok[:, None] & (f < features)[None, :]
@@ -134,6 +136,7 @@ def _grads_kernel(
     grads,
     granules,
     spans,
+    fresh,
     table,
     x_stride,
     dy_stride,
@@ -168,6 +171,7 @@ def _grads_kernel(
     end = tl.load(spans + adapter + 1)
     if first == end:
         return
+    held = tl.load(fresh + adapter) == 0
     if program < A_PROGRAMS:
         _grad_a(
             x,
@@ -180,6 +184,7 @@ def _grads_kernel(
             table,
             adapters,
             adapter,
+            held,
             x_stride,
             s_stride,
             tokens,
@@ -203,6 +208,7 @@ def _grads_kernel(
             granules,
             first,
             end,
+            held,
             dy_stride,
             s_stride,
             tl.where(j == 0, N0, tl.where(j == 1, N1, N2)),
@@ -232,7 +238,8 @@ def lora_grads(
     group: int,
     mask: torch.Tensor | None = None,
 ) -> None:
-    """Adds every adapter's dA and dB to grads (flat fp32, the matrices' own offsets) in place.
+    """Adds every adapter's dA and dB to grads (flat fp32, the matrices' own offsets) in place; a fresh
+    adapter's are written and what was there is not read.
 
     x (T, K) and dy (T, ΣN_j), rows may be strided; S and dS (T, columns) as `lora_shrink` and `lora_ds` give
     them; mask (J, T, K) uint8, 1 keeps.
@@ -270,6 +277,7 @@ def lora_grads(
         grads,
         tables.granules,
         tables.spans,
+        tables.fresh,
         table.matrices,
         x.stride(0),
         dy.stride(0),

@@ -170,9 +170,9 @@ class Engine:
         for adapter in adapters:
             self.arena.zero_grads(adapter.name)
 
-    def queue(self, parts: Sequence[Part]) -> Losses:
+    def queue(self, work: Sequence[Part]) -> Losses:
         """Start a pass that trains; its losses are asked for when every pass of the round is under way."""
-        return Done(self.forward_backward(parts))
+        return Done(self.forward_backward(work))
 
     def finish_round(
         self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None

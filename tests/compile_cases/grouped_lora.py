@@ -39,7 +39,8 @@ def cases() -> list[Case]:
             sizes = dict(zip(("N0", "N1", "N2"), (*outs, 0, 0), strict=False))
             i64, i32, fp32 = "*i64", "*i32", "*fp32"
             tables = {"blocks": i32, "table": i64, "scales": fp32, "adapters": "i32", "tokens": "i32"}
-            tables |= {"partials": fp32, "counters": i32, "granules": i32, "spans": i32, "grads": fp32}
+            tables |= {"partials": fp32, "counters": i32, "granules": i32, "spans": i32, "fresh": i32}
+            tables["grads"] = fp32
             tensors = dict.fromkeys(("x", "y", "s", "flat", "dy", "ds", "dx"), dtype)
             strides = dict.fromkeys(("x_stride", "y_stride", "s_stride"), "i32")
             strides |= dict.fromkeys(("dy_stride", "ds_stride", "dx_stride"), "i32")
