@@ -207,6 +207,16 @@ class UngroupedBackend(TritonBackend):
     def lora_dx(self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group) -> Any:
         return [TritonBackend.lora_dx(self, dy, dx, one, group) for one in self._each(lora)]
 
+    def lora_forward_swiglu(
+        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
+    ) -> tuple[Any, torch.Tensor]:
+        return self.lora_forward(x, gate_up, lora, group), self.swiglu(gate_up)
+
+    def lora_dx_swiglu_backward(
+        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        return self.lora_dx(dy, dm, lora, group), *self.swiglu_backward(dm, gate_up)
+
     def lora_grads(
         self, x: torch.Tensor, dy: torch.Tensor, s: Any, ds: Any, lora: LoraPlan, group: Group
     ) -> None:

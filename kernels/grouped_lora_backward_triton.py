@@ -205,7 +205,7 @@ def lora_ds(
 
 
 @triton.jit
-def _dx_sum(
+def dx_sum(
     ds_rows,
     t_ok,
     a_rows,
@@ -274,7 +274,7 @@ def _dx_kernel(
         rank = rank_of(table, adapters, adapter, j)
         if rank > 0:
             a_rows = flat + offset(table, adapters, adapter, j, 0)
-            acc = _dx_sum(ds_rows, t_ok, a_rows, k, rank, K, BLOCK_T, BLOCK_K, BLOCK_R, WIDEN)
+            acc = dx_sum(ds_rows, t_ok, a_rows, k, rank, K, BLOCK_T, BLOCK_K, BLOCK_R, WIDEN)
             if HAS_MASK:
                 m_rows = mask + (j * tokens.to(tl.int64) + t)[:, None] * K
                 acc = tl.where(tl.load(m_rows + k[None, :], mask=keep, other=0) != 0, acc, 0.0)

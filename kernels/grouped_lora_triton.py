@@ -267,7 +267,7 @@ def lora_shrink(
 
 
 @triton.jit
-def _expand_sum(
+def _expand_steps(
     s_rows,
     t_ok,
     b,
@@ -292,6 +292,27 @@ def _expand_sum(
             r = r0 + tl.arange(0, BLOCK_R)
             s = tl.load(s_rows + r[None, :], mask=t_ok[:, None] & (r < width)[None, :], other=0.0)
             acc = dot(s, tl.trans(load_b(b, n, n_ok, r, rank, ALIGNED)), acc, WIDEN)
+    return acc
+
+
+@triton.jit
+def expand_sum(
+    s_rows,
+    t_ok,
+    b,
+    n,
+    n_ok,
+    rank,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """S Bᵀ of one tile (BLOCK_T, BLOCK_N), fp32, for a rank above 0."""
+    if rank % _COLUMN_ALIGN == 0:
+        acc = _expand_steps(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, True, WIDEN)
+    else:
+        acc = _expand_steps(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, False, WIDEN)
     return acc
 
 
@@ -345,10 +366,7 @@ def _expand_kernel(
         return
     b = flat + offset(table, adapters, adapter, j, 1)
     s_rows = s + t.to(tl.int64)[:, None] * s_stride + first_column(table, adapters, adapter, j, J)
-    if rank % _COLUMN_ALIGN == 0:
-        acc = _expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, True, WIDEN)
-    else:
-        acc = _expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, False, WIDEN)
+    acc = expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, WIDEN)
     tl.store(places, narrow(value.to(tl.float32) + acc, y.dtype.element_ty, WIDEN), mask=keep)
 
 

@@ -17,9 +17,18 @@ _ROWS, _COLUMNS, _WARPS = 4, 512, 4
 
 
 @triton.jit
-def _product(gate, up):
+def swiglu_product(gate, up):
     """silu(gate) · up in fp32, not rounded."""
     return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def swiglu_gradients(dm, gate, up):
+    """d_gate and d_up in fp32, not rounded."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    d_gate = dm * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    d_up = dm * (gate * sigmoid)
+    return d_gate, d_up
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -32,7 +41,7 @@ def swiglu_kernel(gate_up_ptr, m_ptr, T, I: tl.constexpr, ROWS: tl.constexpr, CO
     at = row64 * (2 * I) + column[None, :]
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + I, mask=mask, other=0.0).to(tl.float32)
-    m = round_to(_product(gate, up), m_ptr.dtype.element_ty)
+    m = round_to(swiglu_product(gate, up), m_ptr.dtype.element_ty)
     tl.store(m_ptr + row64 * I + column[None, :], m, mask=mask)
 
 
@@ -57,10 +66,8 @@ def swiglu_backward_kernel(
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + I, mask=mask, other=0.0).to(tl.float32)
     dm = tl.load(dm_ptr + at_m, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    d_gate = dm * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    d_up = dm * (gate * sigmoid)
-    tl.store(m_ptr + at_m, round_to(_product(gate, up), dtype), mask=mask)
+    d_gate, d_up = swiglu_gradients(dm, gate, up)
+    tl.store(m_ptr + at_m, round_to(swiglu_product(gate, up), dtype), mask=mask)
     tl.store(d_gate_up_ptr + at, round_to(d_gate, dtype), mask=mask)
     tl.store(d_gate_up_ptr + at + I, round_to(d_up, dtype), mask=mask)
 

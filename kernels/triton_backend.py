@@ -21,6 +21,7 @@ from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
 from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
+from gshare.kernels.lora_swiglu_triton import lora_dx_swiglu_backward_, lora_expand_swiglu
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.rms_norm_triton import add_rms_norm, rms_norm_apply, rms_norm_backward
 from gshare.kernels.rope_triton import rope_qk_, rope_qk_backward_
@@ -58,6 +59,10 @@ class DeviceLora:
     workspace: LoraWorkspace
     active: frozenset[str]  # names of groups
     masks: Masks | None = None
+
+    def mask(self, group: Group) -> torch.Tensor | None:
+        """Keep masks (J, T, K) uint8 of a group, or None where nobody drops."""
+        return self.masks(group) if self.masks is not None else None
 
     def slots(self, layer: int, linear: str) -> Sequence[LoraSlot]:
         raise NotImplementedError("the CUDA backend reads tables, not slots")
@@ -102,11 +107,23 @@ class TritonBackend:
         plan = _device(lora, group)
         if plan is None:
             return None
-        self.calls["lora_forward"] += 1
-        mask = plan.masks(group) if plan.masks is not None else None
-        s = lora_shrink(x, plan.flat, plan.tables, _index(group), plan.workspace, mask)
+        s = self._shrink(x, plan, group)
         lora_expand(y, s, plan.flat, plan.tables, _index(group))
         return s
+
+    def lora_forward_swiglu(
+        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        plan = _device(lora, group)
+        if plan is None:
+            return None, self.swiglu(gate_up)
+        s = self._shrink(x, plan, group)
+        self.calls["swiglu"] += 1
+        return s, lora_expand_swiglu(gate_up, s, plan.flat, plan.tables, _index(group))
+
+    def _shrink(self, x: torch.Tensor, plan: DeviceLora, group: Group) -> torch.Tensor:
+        self.calls["lora_forward"] += 1
+        return lora_shrink(x, plan.flat, plan.tables, _index(group), plan.workspace, plan.mask(group))
 
     def lora_dx(
         self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group
@@ -117,9 +134,20 @@ class TritonBackend:
         self.calls["lora_dx"] += 1
         ds = lora_ds(dy, plan.flat, plan.tables, _index(group), plan.workspace)
         if dx is not None:
-            mask = plan.masks(group) if plan.masks is not None else None
-            lora_dx(dx, ds, plan.flat, plan.tables, _index(group), mask)
+            lora_dx(dx, ds, plan.flat, plan.tables, _index(group), plan.mask(group))
         return ds
+
+    def lora_dx_swiglu_backward(
+        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        plan = _device(lora, group)
+        if plan is None:
+            return None, *self.swiglu_backward(dm, gate_up)
+        ds = self.lora_dx(dy, None, lora, group)
+        assert ds is not None
+        tables, mask = plan.tables, plan.mask(group)
+        d_gate_up = lora_dx_swiglu_backward_(dm, ds, plan.flat, tables, _index(group), gate_up, mask)
+        return ds, d_gate_up, dm
 
     def lora_grads(
         self,
@@ -135,8 +163,7 @@ class TritonBackend:
         plan = _device(lora, group)
         assert plan is not None
         self.calls["lora_grads"] += 1
-        mask = plan.masks(group) if plan.masks is not None else None
-        lora_grads(x, dy, s, ds, plan.grads, plan.tables, _index(group), mask)
+        lora_grads(x, dy, s, ds, plan.grads, plan.tables, _index(group), plan.mask(group))
 
     # ------------------------------------------------------------------ attention
 
