@@ -172,6 +172,12 @@ def test_a_hold_takes_a_notebooks_memory_as_its_own(ledger: Ledger, tmp_path: Pa
     assert gpu(tmp_path, "hold", "--vram", "4", "--for", "1h", "--pid", str(os.getpid()))[0] == 0
     shown = status(ledger).devices[0]
     assert (shown.outside_mb, shown.available_ledger_mb) == (0, 8500 - 4096)
+    used = f"[{{ pid = {os.getpid()}, used_mb = 6000 }}]"
+    write_devices(tmp_path / "devices.toml", device(processes=used))  # nobody writes a hold's peak down
+    shown = status(ledger).devices[0]
+    assert (shown.outside_mb, shown.available_ledger_mb) == (6000 - 4096, 8500 - 6000)
+    assert gpu(tmp_path, "run", "--vram", "2501MiB", "--no-wait-gpu", "--", "true")[0] == 75
+    assert gpu(tmp_path, "run", "--vram", "2500MiB", "--no-wait-gpu", "--", "true")[0] == 0
 
 
 def test_release_of_a_living_process_is_refused(ledger: Ledger, tmp_path: Path) -> None:
