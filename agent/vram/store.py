@@ -32,7 +32,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import Tracer
@@ -59,6 +59,19 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Life = Literal["held", "free", "missing", "unreadable"]
+
+
+class Stamp(NamedTuple):
+    """One state of one file. The time of change is the kernel's own: no program can set it back."""
+
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+
+#: The state of no file: of one that was gone before it could be looked at.
+NEVER = Stamp(0, 0, 0, 0)
 
 
 class Unreadable(Exception):
@@ -180,11 +193,29 @@ class Store:
 
     def is_same(self, name: str, fd: int) -> bool:
         """Whether `name` is still the file that `fd` has open."""
-        try:
-            there, ours = os.stat(name, dir_fd=self.directory, follow_symlinks=False), os.fstat(fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return is_same(name, fd, self.directory)
+
+    def stamp(self, name: str) -> Stamp | None:
+        """The file's state now; None when it is gone."""
+        return stamp(name, self.directory)
+
+
+def is_same(path: str | Path, fd: int, directory: int | None = None) -> bool:
+    """Whether `path` is still the file that `fd` has open; needs no lock."""
+    try:
+        there, ours = os.stat(path, dir_fd=directory, follow_symlinks=False), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def stamp(path: str | Path, directory: int | None = None) -> Stamp | None:
+    """The file's state now, None when it cannot be looked at; needs no lock."""
+    try:
+        status = os.stat(path, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return None
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 @contextlib.contextmanager
