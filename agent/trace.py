@@ -224,10 +224,15 @@ class SharingReport(NamedTuple):
         return self.sharing_ms / self.step_ms if self.step_ms else float("inf")
 
     @property
+    def falsified(self) -> bool:
+        """Whether sharing cost more than `OVERHEAD_BUDGET` of the steps."""
+        return self.overhead > OVERHEAD_BUDGET
+
+    @property
     def verdict(self) -> str:
         """One line: the overhead, and whether it is within `OVERHEAD_BUDGET`."""
         shown = f"{self.sharing_ms:.2f} ms of sharing in {self.step_ms:.2f} ms of steps"
-        if self.overhead > OVERHEAD_BUDGET:
+        if self.falsified:
             return f"{FALSIFIED} ({shown}, allowed {OVERHEAD_BUDGET:.0%})"
         return f"GPU sharing overhead is within budget ({shown}, {self.overhead:.2%})"
 

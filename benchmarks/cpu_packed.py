@@ -11,6 +11,9 @@ step of every arm is not timed, loading is not timed, evaluation and saving are 
 
 Gate: every loss and every adapter's bytes of `packed` equal `gshare solo`, and PEFT's losses agree within
 1e-4. When it fails, no ratio is printed and the exit code is 1.
+
+A packed run of its own says how a step's time divides. It is made under a reservation on a simulated device,
+as a trainer's is on a GPU: the ledger's own cost may be 5 % of the steps; above that, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,13 +43,22 @@ from gshare.agent.base.weights import Base
 from gshare.agent.data.build import build_token_store
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.trace import DISABLED, SharingReport, Tracer, sharing_report
 from gshare.agent.train.job import JobData
 from gshare.agent.train.runner import Runner
+from gshare.agent.vram.guard import Reservation, reserve
+from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.simulated import SimulatedDevices
+from gshare.cli.gpu_trace import split
 from gshare.cli.paths import cache_dir
 from gshare.kernels.reference_backend import ReferenceBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-4  # PEFT against gshare, relative, per step
+
+#: Where the packed run reserves, so that the ledger's cost is in its trace.
+SIMULATED = '[[device]]\nuuid = "GPU-simulated"\ntotal_mb = 143360\n'
+RESERVED_MB = 65536
 
 
 @dataclass
@@ -168,7 +180,14 @@ def run_gshare(
     return arm
 
 
-def _runner(model: Path, base: Base, backend: ReferenceBackend, listen: Callable[[Event], None]) -> Runner:
+def _runner(
+    model: Path,
+    base: Base,
+    backend: ReferenceBackend,
+    listen: Callable[[Event], None],
+    reservation: Reservation | None = None,
+    tracer: Tracer = DISABLED,
+) -> Runner:
     return Runner(
         model_dir=model,
         base_dtype="fp32",
@@ -180,6 +199,8 @@ def _runner(model: Path, base: Base, backend: ReferenceBackend, listen: Callable
         on_pass=lambda in_flight: None,
         backend=backend,
         base=base,
+        reservation=reservation,
+        tracer=tracer,
     )
 
 
@@ -245,19 +266,29 @@ def initial_weights(
     return found
 
 
-def shares(model: Path, base: Base, jobs: Sequence[JobRequest]) -> dict[str, float]:
-    """Share of a packed step by part, percent, from two profiled rounds after one warm-up."""
-    backend = TimedBackend()
-    runner = _runner(model, base, backend, lambda event: None)
-    for job in jobs:
-        runner.admit(job)
-    runner.run_round()
-    backend.spent.clear()
-    start = time.perf_counter()
-    runner.run_round()
-    runner.run_round()
-    total = time.perf_counter() - start
-    runner.close()
+def profile(
+    model: Path, base: Base, jobs: Sequence[JobRequest], folder: Path
+) -> tuple[dict[str, float], SharingReport]:
+    """Share of a packed step by part, percent, from two profiled rounds after one warm-up; and what the
+    ledger (in `folder`) cost beside all three, from the reservation to its release."""
+    backend, tracer = TimedBackend(), Tracer()
+    devices = folder / "devices.toml"
+    devices.write_text(SIMULATED, encoding="utf-8")
+    ledger = Ledger(directory=folder / "ledger", source=SimulatedDevices(devices), tracer=tracer, environ={})
+    candidates = ledger.list_devices()
+    with reserve(
+        RESERVED_MB, task="benchmark", devices=candidates, timeout_s=0, ledger=ledger
+    ) as reservation:
+        runner = _runner(model, base, backend, lambda event: None, reservation, tracer)
+        for job in jobs:
+            runner.admit(job)
+        runner.run_round()
+        backend.spent.clear()
+        start = time.perf_counter()
+        runner.run_round()
+        runner.run_round()
+        total = time.perf_counter() - start
+        runner.close()
     grouped = {
         "base GEMM forward": ("linear",),
         "base GEMM dX": ("linear_dx",),
@@ -271,7 +302,7 @@ def shares(model: Path, base: Base, jobs: Sequence[JobRequest]) -> dict[str, flo
     }
     found = {name: 100 * sum(backend.spent[op] for op in ops) / total for name, ops in grouped.items()}
     found["optimizer, norms, rest"] = 100 - sum(found.values())
-    return found
+    return found, sharing_report(tracer.events)
 
 
 def gate(packed: Arm, solo: Arm, peft: Arm) -> list[str]:
@@ -312,7 +343,8 @@ def main() -> int:
             solo = run_gshare(resolved.path, base, [[job] for job in jobs], options.steps, "solo")
             peft = run_peft(resolved.path, jobs, initial, options.steps)
             faults = gate(packed, solo, peft)
-            failed |= bool(faults)
+            shares, sharing = profile(resolved.path, base, jobs, directory)
+            failed |= bool(faults) or sharing.falsified
             cells.append(
                 {
                     "adapters": count,
@@ -324,11 +356,13 @@ def main() -> int:
                         "gshare solo": solo.rate,
                         "PEFT sequential": peft.rate,
                     },
-                    "share_of_step_percent": shares(resolved.path, base, jobs),
+                    "share_of_step_percent": shares,
+                    "sharing": {**sharing._asdict(), "verdict": sharing.verdict},
                     "losses": packed.losses,
                 }
             )
             report(cells[-1])
+            print("\n".join(f"  {line}" for line in split(sharing)))
     about = {
         "work": "SmolLM2-135M-Instruct fp32, demo rows, "
         f"batch {options.batch}, {options.steps} timed steps a job",

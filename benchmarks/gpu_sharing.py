@@ -6,7 +6,8 @@
 Random models, made here; nothing is downloaded. What is looked at:
 
     wait       two `gshare finetune` of different bases start at once, each reserves 60 % of what the ledger
-               may hand out: one runs, the other waits with its position and then runs; they never overlap
+               may hand out: one runs, the other waits with its position and then runs; they never overlap;
+               the traces of both say that the ledger cost at most 5 % of the time of their steps
     outside    a program that allocates outside the ledger shows in `gshare gpu status --json`, and a request
                that would fit without it is refused (exit 75)
     overrun    an adapter with rows too long for the reservation fails with a message that names it; its
@@ -33,6 +34,8 @@ from typing import Any
 
 import gshare.agent
 from gshare.agent.base.tiny import make_tiny_checkpoint
+from gshare.agent.trace import SharingReport
+from gshare.cli.gpu_trace import split
 
 #: Where `gshare` was found: the commands run elsewhere, and must find it too.
 PACKAGES = Path(gshare.agent.__file__).parents[2]
@@ -151,7 +154,7 @@ def check_wait(folder: Path, check: Checks, steps: int) -> None:
     usable = device(folder)["available_ledger_mb"]
     budget = int(usable * 0.6)
     data = rows(folder / "short.jsonl", SHORT_ROW, 40)
-    more = ("--vram", f"{budget}MiB", "--max-steps", str(steps), "--max-length", "128")
+    more = ("--vram", f"{budget}MiB", "--max-steps", str(steps), "--max-length", "128", "--trace")
     runs = [finetune(folder, model.name, model, {"a": data}, *more) for model in models]
     most, reserved_at_once, position = 0, 0, 0
     while any(run.runs for run in runs):
@@ -170,6 +173,19 @@ def check_wait(folder: Path, check: Checks, steps: int) -> None:
     check("both are trained", all(done), f"adapters written: {sum(done)} of 2")
     if not all(done) or codes != [0, 0]:
         print("\n".join(run.said for run in runs), file=sys.stderr)
+        return
+    for run in runs:
+        check_overhead(folder, check, f"{run.name}-a")
+
+
+def check_overhead(folder: Path, check: Checks, job: str) -> None:
+    """What sharing cost beside the steps of `job`, by its trace (the job's name, or a trace's file)."""
+    run = Run(folder, "trace", "gpu", "trace", job, "--json")
+    assert run.end() == 0, run.said
+    found = json.loads(run.out)
+    report = SharingReport(found["sharing_ms"], found["step_ms"], found["waiting_ms"])
+    check(f"sharing costs {Path(job).stem} little", not report.falsified, report.verdict)
+    print("\n".join(f"INFO {line}" for line in split(report)[:-1]))
 
 
 def tell_context() -> None:

@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import App, Parameter
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, GshareError, UsageError
+from gshare.agent.jobs.names import plain
 from gshare.agent.vram.budget import parse_budget, parse_duration
 from gshare.agent.vram.clock import start_ticks
 from gshare.agent.vram.devices import Device
@@ -204,7 +205,8 @@ def repair() -> int:
     """Take damaged rows without a living holder out of the count; a copy of each is kept."""
     found = repair_ledger(Ledger())
     for item in found:
-        print(f"{item.name}: {item.reason}: {item.outcome}" + (f", kept as {item.kept}" if item.kept else ""))
+        kept = f", kept as {item.kept}" if item.kept else ""
+        print(plain(f"{item.name}: {item.reason}: {item.outcome}{kept}"))
     if not found:
         say("nothing to repair")
     return EXIT_OK if all(item.kept for item in found) else EXIT_FAILURE

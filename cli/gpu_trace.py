@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.names import plain
 from gshare.agent.service.traces import find_trace
 from gshare.agent.trace import SharingReport
 from gshare.agent.trace_file import OLDER, Trace, read_trace
@@ -70,7 +71,7 @@ def lines(path: Path, found: Trace) -> list[str]:
             f"{row.name:{widest}}{row.times:>9}{row.median_ms:>12.3f}{row.p99_ms:>12.3f}{row.total_ms:>14.1f}"
             for row in rows
         )
-    return [*shown, "", *split(found.report)]
+    return [plain(line) for line in (*shown, "", *split(found.report))]
 
 
 def split(report: SharingReport) -> list[str]:
@@ -80,7 +81,7 @@ def split(report: SharingReport) -> list[str]:
         f"compute (training steps)  {report.step_ms:>14.1f} ms",
         f"sharing overhead          {report.sharing_ms:>14.1f} ms  {part}",
     ]
-    if report.waiting_ms:
+    if report.waiting_ms >= 1:  # the look at the directory before a request takes 0.01 ms, and is no wait
         waited = (
             f"{report.waiting_ms:>14.1f} ms  {show_age(report.waiting_ms / 1e3)} in the queue, no overhead"
         )
@@ -101,6 +102,7 @@ def as_json(path: Path, found: Trace) -> dict[str, object]:
         "step_ms": report.step_ms,
         "waiting_ms": report.waiting_ms,
         "overhead": report.overhead if report.step_ms else None,
+        "falsified": report.falsified,
         "verdict": report.verdict,
     }
 

@@ -28,7 +28,8 @@ def lines(status: Status) -> list[Text]:
         found.append(Text("on a device that is not here: ", "yellow") + _reservation(orphan))
     for damaged in status.damaged:
         where = damaged.gpu_uuid or "every device"
-        counts = f"counts {show_mb(damaged.counted_mb)}" if damaged.counted_mb is not None else "blocks"
+        known = damaged.gpu_uuid is not None and damaged.counted_mb is not None
+        counts = f"counts {show_mb(damaged.counted_mb or 0)}" if known else "blocks"
         text = f"damaged row {damaged.name}: {damaged.reason}; {counts} on {where} until gshare gpu repair"
         found.append(Text(text, "bold red"))
     return found

@@ -14,7 +14,15 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, GshareError, Stopped, UsageError
+from gshare.agent.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_SIGINT,
+    GshareError,
+    RetryLater,
+    Stopped,
+    UsageError,
+)
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import nearest
 from gshare.agent.service.client import REPLY_SECONDS, TrainerClient, TrainerGone
@@ -49,7 +57,7 @@ class Found:
 @app.default
 @app.command(name="list")
 def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
-    """List running jobs, and the last ones that ended.
+    """List jobs that run or wait for GPU memory, and the last ones that ended.
 
     Parameters
     ----------
@@ -87,7 +95,9 @@ def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=(
 
 @app.command
 def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
-    """Follow a job until it ends. Ctrl-C leaves it running.
+    """Follow a job until it ends; says where it waits for GPU memory. Ctrl-C leaves it running.
+
+    Exit code: 0 when it completed, 130 when it was stopped (or Ctrl-C), 1 when it failed or diverged.
 
     Parameters
     ----------
@@ -126,6 +136,8 @@ def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", ne
 @app.command
 def stop(*names: str) -> int:
     """Checkpoint jobs and stop them; `gshare finetune --resume` goes on with them.
+
+    A job that still waits for GPU memory leaves the queue; the command that waits for it ends with exit 130.
 
     Parameters
     ----------
@@ -170,7 +182,7 @@ def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJob
             reply = client.ask(make, jobs=[name], timeout=COMMAND_SECONDS)
         assert isinstance(reply, Done), reply
         if name in reply.failed:
-            raise GshareError(reply.failed[name])
+            raise (RetryLater if name in reply.busy else GshareError)(reply.failed[name])
         print(f"{name}: {done}", file=sys.stderr)
     return EXIT_OK
 

@@ -7,9 +7,9 @@
 
 Online softmax (FlashAttention-2, arXiv:2307.08691, algorithm 1). One program makes one block of query rows of
 one or two heads. It walks the key blocks in order, from the lowest visible one to the diagonal; blocks are
-counted from the sequence's first token and their size is a function of D and dtype. So a row's bits depend on
-its own sequence alone, wherever it lies and whoever lies beside it. Rows past a sequence's end are never read:
-a masked load gives 0 in their place.
+counted from the sequence's first token and their size is a function of D and dtype. So a row's bits depend
+on its own sequence alone, wherever it lies and whoever lies beside it. Rows past a sequence's end are never
+read: a masked load gives 0 in their place.
 
 The grid comes from the table's length, so one captured launch serves every pass with the same number of rows.
 """
@@ -64,16 +64,26 @@ class Tiles:
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile that holds a head of size `dim`: the next power of two."""
+    return 1 << (dim - 1).bit_length()
+
 
 def forward_tiles(dim: int, itemsize: int, group: int, shared: int) -> Tiles:
-    """Tiles for head size `dim`, `group` query heads a key head, and `shared` bytes of shared memory a block."""
+    """Tiles for head size `dim`, `group` query heads a key head, `shared` bytes of shared memory a block."""
     if itemsize == 4:  # no tensor cores: operands of a dot live in registers
         return Tiles(block=32 if dim <= 128 else 16, heads=1, warps=4, stages=1)
     if dim > 128:  # the accumulator of 64 rows fills 4 warps' registers
         return Tiles(block=64, heads=1, warps=8, stages=1)
     # Two heads on one load of the keys where registers leave room for two such programs on a multiprocessor.
     heads = 2 if dim <= 64 and group % 2 == 0 else 1
-    width = triton.next_power_of_2(dim) * itemsize
+    width = padded(dim) * itemsize
     # queries once, keys and values once a stage, 1 KiB for what the compiler adds
     stages = min(3, max(1, (shared - 1024 - heads * 64 * width) // (2 * 64 * width)))
     return Tiles(block=64, heads=heads, warps=4 * heads, stages=stages)
@@ -87,29 +97,49 @@ def shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def head_tile(
-    base, position, ROW_STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+def _pointers(
+    base, token, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers (HEADS · BLOCK, BLOCK_D) of `BLOCK` rows from `position` on, head after head; base is (row 0, head)."""
+    """(HEADS · BLOCK, WIDTH): rows token … token + BLOCK − 1 head after head; base: row 0 of the first."""
     row = tl.arange(0, HEADS * BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    offset = (row % BLOCK) * ROW_STRIDE + (row // BLOCK) * D
-    return base + position.to(tl.int64) * ROW_STRIDE + offset[:, None] + d[None, :]
+    offset = (row % BLOCK) * STRIDE + (row // BLOCK) * D
+    return base + token.to(tl.int64) * STRIDE + offset[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def tile_mask(position, end, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """Mask of `head_tile`: rows before `end`, and columns before D where the tile is wider."""
-    inside = (position + tl.arange(0, HEADS * BLOCK) % BLOCK < end)[:, None]
-    if BLOCK_D != D:
-        inside = inside & (tl.arange(0, BLOCK_D) < D)[None, :]
+def _inside(token, end, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr):
+    """Mask of `_pointers`: rows before `end`, and columns before D where the tile is wider."""
+    inside = (token + tl.arange(0, HEADS * BLOCK) % BLOCK < end)[:, None]
+    if WIDTH != D:
+        inside = inside & (tl.arange(0, WIDTH) < D)[None, :]
     return inside
 
 
 @triton.jit
+def load_tile(
+    base, token, end, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """(HEADS · BLOCK, WIDTH), laid out as `_pointers` says; zero from row `end` and column D on."""
+    mask = _inside(token, end, D, WIDTH, BLOCK, HEADS)
+    return tl.load(_pointers(base, token, STRIDE, D, WIDTH, BLOCK, HEADS), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    base, value, token, end, STRIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_tile`; rounds to the dtype of `base`."""
+    mask = _inside(token, end, D, WIDTH, BLOCK, HEADS)
+    rounded = value.to(base.dtype.element_ty)
+    tl.store(_pointers(base, token, STRIDE, D, WIDTH, BLOCK, HEADS), rounded, mask=mask)
+
+
+@triton.jit
 def lowest_key(first, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """First key block that the query block at `first` sees (positions in the sequence, multiples of BLOCK)."""
+    """First key block that the query block at `first` sees: positions in the sequence, multiples of BLOCK."""
     if WINDOW == 0:
         return first * 0
     else:
@@ -137,68 +167,59 @@ def visible(query, key, WINDOW: tl.constexpr):
 @triton.jit(do_not_specialize=["lse_stride"])
 def attention_forward_kernel(
     qkv, o, lse, blocks, lse_stride, scale_log2e,
-    ROW_STRIDE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    STRIDE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b): heads h·HEADS … of entry b // SPLIT; SPLIT = ROWS / BLOCK."""
-    dtype: tl.constexpr = qkv.dtype.element_ty
+    """Program (h, b): HEADS heads from h · HEADS on, rows of part b % SPLIT of entry b // SPLIT."""
     head = tl.program_id(0) * HEADS
     entry = blocks + tl.program_id(1) // SPLIT * 3
-    part = tl.program_id(1) % SPLIT * BLOCK
     start = tl.load(entry)
     end = tl.load(entry + 1)
-    token = tl.load(entry + 2) + part
+    token = tl.load(entry + 2) + tl.program_id(1) % SPLIT * BLOCK
+    o_head = o + head * D
     if start < 0:
-        if start == -2:
-            blank = tl.zeros([HEADS * BLOCK, BLOCK_D], dtype)
-            rows = head_tile(o + head * D, token, HQ * D, D, BLOCK_D, BLOCK, HEADS)
-            tl.store(rows, blank, mask=tile_mask(token, end, D, BLOCK_D, BLOCK, HEADS))
+        if start == -2:  # NO_SEQUENCE
+            blank = tl.zeros([HEADS * BLOCK, WIDTH], tl.float32)
+            store_tile(o_head, blank, token, end, HQ * D, D, WIDTH, BLOCK, HEADS)
         return
     if token >= end:
         return
+    q = load_tile(qkv + head * D, token, end, STRIDE, D, WIDTH, BLOCK, HEADS)
+    k_head = qkv + (HQ + head // (HQ // HKV)) * D
+    v_head = k_head + HKV * D
     first = token - start
-    q_mask = tile_mask(token, end, D, BLOCK_D, BLOCK, HEADS)
-    q = tl.load(head_tile(qkv + head * D, token, ROW_STRIDE, D, BLOCK_D, BLOCK, HEADS), mask=q_mask, other=0.0)
-    k_base = qkv + (HQ + head // (HQ // HKV)) * D
     query = first + tl.arange(0, HEADS * BLOCK) % BLOCK
     m = tl.full([HEADS * BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([HEADS * BLOCK], tl.float32)
-    acc = tl.zeros([HEADS * BLOCK, BLOCK_D], tl.float32)
+    acc = tl.zeros([HEADS * BLOCK, WIDTH], tl.float32)
     for j in tl.range(lowest_key(first, BLOCK, WINDOW), first + BLOCK, BLOCK):
-        kv_mask = tile_mask(start + j, end, D, BLOCK_D, BLOCK, 1)
-        k = tl.load(head_tile(k_base, start + j, ROW_STRIDE, D, BLOCK_D, BLOCK, 1), mask=kv_mask, other=0.0)
-        v = tl.load(
-            head_tile(k_base + HKV * D, start + j, ROW_STRIDE, D, BLOCK_D, BLOCK, 1), mask=kv_mask, other=0.0
-        )
+        k = load_tile(k_head, start + j, end, STRIDE, D, WIDTH, BLOCK, 1)
+        v = load_tile(v_head, start + j, end, STRIDE, D, WIDTH, BLOCK, 1)
         s = dot(q, tl.trans(k), tl.zeros([HEADS * BLOCK, BLOCK], tl.float32), WIDEN)
         if partly_visible(first, j, BLOCK, WINDOW):
-            s = tl.where(visible(query[:, None], (j + tl.arange(0, BLOCK))[None, :], WINDOW), s, float("-inf"))
+            key = j + tl.arange(0, BLOCK)
+            s = tl.where(visible(query[:, None], key[None, :], WINDOW), s, float("-inf"))
         m_next = tl.maximum(m, tl.max(s, 1) * scale_log2e)
-        # A row that sees no key of this block yet (window): its maximum is still −inf, and −inf − −inf is NaN.
+        # A row that has seen no key yet (window) has −inf as its maximum, and −inf − −inf is NaN.
         base = m_next if WINDOW == 0 else tl.where(m_next == float("-inf"), 0.0, m_next)
         p = tl.exp2(s * scale_log2e - base[:, None])
         keep = tl.exp2(m - base)
         total = total * keep + tl.sum(p, 1)
-        acc = dot(p.to(dtype), v, acc * keep[:, None], WIDEN)
+        acc = dot(p.to(v.dtype), v, acc * keep[:, None], WIDEN)
         m = m_next
-    tl.store(head_tile(o + head * D, token, HQ * D, D, BLOCK_D, BLOCK, HEADS), (acc / total[:, None]).to(dtype),
-             mask=q_mask)  # fmt: skip
-    heads = head + tl.arange(0, HEADS * BLOCK) // BLOCK
-    tl.store(
-        lse + heads.to(tl.int64) * lse_stride + start + query,
-        (m + tl.log2(total)) * 0.6931471805599453,
-        mask=start + query < end,
-    )
+    store_tile(o_head, acc / total[:, None], token, end, HQ * D, D, WIDTH, BLOCK, HEADS)
+    row = (head + tl.arange(0, HEADS * BLOCK) // BLOCK).to(tl.int64) * lse_stride + start + query
+    tl.store(lse + row, (m + tl.log2(total)) * 0.6931471805599453, mask=start + query < end)
 
 
 def check_qkv(qkv: torch.Tensor, blocks: torch.Tensor, heads: int, kv_heads: int, scale: float) -> int:
     """Head size D, after asserting what the kernels rely on."""
     dim, rest = divmod(qkv.shape[1], heads + 2 * kv_heads)
-    assert rest == 0 and heads % kv_heads == 0, (qkv.shape, heads, kv_heads)
-    assert dim % 16 == 0 and 16 <= dim <= 256, f"head size {dim}"
-    assert qkv.stride(1) == 1 and qkv.stride(0) % 8 == 0, qkv.stride()
+    assert (rest, heads % kv_heads) == (0, 0), (qkv.shape, heads, kv_heads)
+    assert dim in range(16, 257, 16), f"head size {dim}"
+    assert qkv.stride(1) == 1, qkv.stride()
     assert qkv.dtype in (torch.bfloat16, torch.float32), qkv.dtype
-    assert blocks.dtype == torch.int32 and blocks.is_contiguous() and blocks.shape[1] == 3
+    assert (blocks.dtype, blocks.shape[1:], blocks.stride()) == (torch.int32, (3,), (3, 1))
     assert scale > 0  # the maximum is taken before scaling
     return dim
 
@@ -209,8 +230,8 @@ def attention_forward(
     """o (T, Hq·D) in qkv's dtype and lse (Hq, T) fp32, the natural logarithm of each row's softmax sum.
 
     qkv (T, (Hq + 2·Hkv)·D) bf16 or fp32, rows contiguous (a view of a wider buffer is fine), D a multiple of
-    16 up to 256. blocks (NB, 3) int32 from `attention_blocks`. Probabilities are rounded to qkv's dtype before
-    they multiply v. Rows of no sequence: o is zero, lse is undefined.
+    16 up to 256. blocks (NB, 3) int32 from `attention_blocks`. Probabilities are rounded to qkv's dtype
+    before they multiply v. Rows of no sequence: o is zero, lse is undefined.
     """
     dim = check_qkv(qkv, blocks, heads, kv_heads, scale)
     rows = qkv.shape[0]
@@ -218,10 +239,10 @@ def attention_forward(
     lse = torch.empty(heads, rows, dtype=torch.float32, device=qkv.device)
     tiles = forward_tiles(dim, qkv.element_size(), heads // kv_heads, shared_memory(qkv.device))
     split = ROWS // tiles.block
-    attention_forward_kernel[(heads // tiles.heads, blocks.shape[0] * split)](
+    attention_forward_kernel[heads // tiles.heads, blocks.shape[0] * split](
         qkv, o, lse, blocks, rows, scale * LOG2E,
-        ROW_STRIDE=qkv.stride(0), HQ=heads, HKV=kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim),
+        STRIDE=qkv.stride(0), HQ=heads, HKV=kv_heads, D=dim, WIDTH=padded(dim),
         BLOCK=tiles.block, SPLIT=split, HEADS=tiles.heads, WINDOW=window or 0, WIDEN=INTERPRET,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        **tiles.options,
     )  # fmt: skip
     return o, lse

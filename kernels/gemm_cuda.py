@@ -1,4 +1,4 @@
-"""Base GEMMs on CUDA: cuBLAS where its bits are those of our own GEMM, our own where not, or where it is slow.
+"""Base GEMMs on CUDA: cuBLAS where its bits are those of our own GEMM, our own where not or where it is slow.
 
 cuBLASLt with split-K forbidden gave the bits of `gemm_triton` for every shape and row count tried on an H200
 (Llama-8B, Qwen2.5-0.5B and SmolLM2 shapes, 16–3,200 rows, forward and dX), at the speed of the default for
@@ -46,21 +46,26 @@ def slow_without_split_k(rows: int, outputs: int, reduced: int) -> bool:
 class CudaGemm:
     """`linear` and `linear_dx` with bits that depend on the row and the weight alone.
 
-    `exact=False` is the negative control. `plans` says what was chosen, for audits and profiles.
+    `exact=False` is the negative control.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self.exact = exact
         self._blas_is_whole = forbid_split_k()
         self._other = RowInvariantGemm(exact=exact)
-        self.plans: dict[tuple[str, int, int, int], str] = {}
+        self._plans: dict[tuple[str, int, int, int], str] = {}
+
+    def plans(self) -> dict[str, str]:
+        """What was chosen: "product outputs←reduced at rows" → cublas or triton; for audits and profiles."""
+        own = {f"{kind} {n}←{k} at {m} rows": plan for (kind, n, k, m), plan in self._plans.items()}
+        return own | {name: str(plan) for name, plan in self._other.plans().items()}
 
     def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """x (M, K) @ w (N, K)ᵀ → (M, N)."""
         if x.dtype != torch.bfloat16 or not self.exact:
             return self._other.linear(x, w)
         key = ("linear", w.shape[0], w.shape[1], x.shape[0])
-        plan = self.plans.get(key) or self._choose(key, linear_reference, linear_triton, w)
+        plan = self._plans.get(key) or self._choose(key, linear_reference, linear_triton, w)
         return x @ w.t() if plan == "cublas" else linear_triton(x, w)
 
     def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,7 @@ class CudaGemm:
         if dy.dtype != torch.bfloat16 or not self.exact:
             return self._other.linear_dx(dy, w)
         key = ("linear_dx", w.shape[1], w.shape[0], dy.shape[0])
-        plan = self.plans.get(key) or self._choose(key, linear_dx_reference, linear_dx_triton, w)
+        plan = self._plans.get(key) or self._choose(key, linear_dx_reference, linear_dx_triton, w)
         return dy @ w if plan == "cublas" else linear_dx_triton(dy, w)
 
     def _choose(self, key: tuple[str, int, int, int], blas: Product, own: Product, w: torch.Tensor) -> str:
@@ -81,5 +86,5 @@ class CudaGemm:
                 plan = "cublas"
             else:
                 log.info("cuBLAS differs from the contract for %s: own GEMM there", key)
-        self.plans[key] = plan
+        self._plans[key] = plan
         return plan

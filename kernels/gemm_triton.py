@@ -3,8 +3,8 @@
     forward   y (M, N)  = x (M, K) @ w (N, K)ᵀ
     dX        dx (M, K) = dy (M, N) @ w (N, K)
 
-One fp32 accumulator an output element, over the reduced dimension in order; no split. So tiles may vary with M
-and no row's bits can: on an H200 eight tile shapes gave one set of bits, cuBLAS's too.
+One fp32 accumulator an output element, over the reduced dimension in order; no split. So tiles may vary with
+M and no row's bits can: on an H200 eight tile shapes gave one set of bits, cuBLAS's too.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from gshare.kernels.grouped_lora_triton import (
     BLOCK_K,
+    BLOCK_OUT,
     BLOCK_R,
     CHUNK,
     WARPS,
@@ -120,9 +121,7 @@ def _ds_kernel(
     chunks = tl.where(j == 0, CHUNKS0, tl.where(j == 1, CHUNKS1, CHUNKS2))
     first_unit = tl.where(j == 0, 0, tl.where(j == 1, UNITS0, UNITS0 + UNITS1))
     r = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-    dy_rows = (
-        dy + tl.where(j == 0, 0, tl.where(j == 1, N0, N0 + N1)) + t.to(tl.int64)[:, None] * dy_stride
-    )
+    dy_rows = dy + tl.where(j == 0, 0, tl.where(j == 1, N0, N0 + N1)) + t.to(tl.int64)[:, None] * dy_stride
     b = flat + offset(table, adapters, adapter, j, 1)
     part = unit - first_unit
     end = part + 1 if SPLIT else chunks
@@ -167,7 +166,10 @@ def lora_ds(
     assert dy.stride(1) == 1
     assert flat.dtype == dy.dtype
     ds = torch.empty(dy.shape[0], table.columns, device=dy.device, dtype=dy.dtype)
-    block_c, block_n = column_block(padded_rank(tables.max_rank), dy.element_size()), BLOCK_K[dy.element_size()]
+    block_c, block_n = (
+        column_block(padded_rank(tables.max_rank), dy.element_size()),
+        BLOCK_K[dy.element_size()],
+    )
     linears, tiles = table.shape.linears, -(-tables.max_rank // block_c)
     chunks = [-(-n // CHUNK) for n in table.shape.out_features]
     programs = tables.max_blocks * linears * tiles
@@ -303,8 +305,7 @@ def lora_dx(
     assert ds.is_contiguous()
     assert flat.dtype == dx.dtype == ds.dtype
     assert mask is None or (mask.shape == (table.shape.linears, tokens, k) and mask.is_contiguous())
-    block_k = 128 if dx.element_size() == 2 else 64
-    _dx_kernel[(tables.max_blocks * -(-k // block_k),)](
+    _dx_kernel[(tables.max_blocks * -(-k // BLOCK_OUT),)](
         dx,
         ds,
         dx if mask is None else mask,
@@ -318,7 +319,7 @@ def lora_dx(
         J=table.shape.linears,
         K=k,
         BLOCK_T=BLOCK_T,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_OUT,
         BLOCK_R=BLOCK_R[dx.element_size()],
         HAS_MASK=mask is not None,
         WIDEN=INTERPRET,
@@ -332,6 +333,94 @@ def _granule(granules, g, BLOCK_T: tl.constexpr):
     """Tokens (BLOCK_T,) int64 of a granule and which of them it has."""
     t = tl.load(granules + g * 2) + tl.arange(0, BLOCK_T)
     return t.to(tl.int64), t < tl.load(granules + g * 2 + 1)
+
+
+@triton.jit
+def _grad_a(
+    x,
+    ds,
+    mask,
+    grads,
+    granules,
+    first,
+    end,
+    table,
+    adapters,
+    adapter,
+    x_stride,
+    s_stride,
+    tokens,
+    f0,
+    c0,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile of every linear's dAᵀ: BLOCK_F features by BLOCK_C columns of dS."""
+    f = f0 + tl.arange(0, BLOCK_F)
+    c = c0 + tl.arange(0, BLOCK_C)
+    a_row, linear, columns = locate_columns(table, adapters, adapter, c, J, K)
+    if c0 < columns:
+        places = grads + a_row[None, :] + f[:, None]
+        keep = (f < K)[:, None] & (linear >= 0)[None, :]
+        acc = tl.load(places, mask=keep, other=0.0)
+        for g in range(first, end):
+            t, t_ok = _granule(granules, g, BLOCK_T)
+            x_ok = t_ok[:, None] & (f < K)[None, :]
+            xs = tl.load(x + t[:, None] * x_stride + f[None, :], mask=x_ok, other=0.0)
+            d_ok = t_ok[:, None] & (c < columns)[None, :]
+            d = tl.load(ds + t[:, None] * s_stride + c[None, :], mask=d_ok, other=0.0)
+            if HAS_MASK:
+                # Every column gets its own linear's product and zeros from the others.
+                for j in tl.static_range(J):
+                    m_rows = mask + (j * tokens.to(tl.int64) + t)[:, None] * K
+                    m = tl.load(m_rows + f[None, :], mask=x_ok, other=0)
+                    kept = tl.where(m != 0, xs, 0.0).to(xs.dtype)
+                    own = tl.where((linear == j)[None, :], d, 0.0).to(d.dtype)
+                    acc = dot(tl.trans(kept), own, acc, WIDEN)
+            else:
+                acc = dot(tl.trans(xs), d, acc, WIDEN)
+        tl.store(places, acc, mask=keep)
+
+
+@triton.jit
+def _grad_b(
+    dy,
+    s,
+    b_grads,
+    granules,
+    first,
+    end,
+    dy_stride,
+    s_stride,
+    features,
+    rank,
+    f0,
+    c0,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile of one linear's dB: BLOCK_F features by BLOCK_C of its columns of S."""
+    f = f0 + tl.arange(0, BLOCK_F)
+    c = c0 + tl.arange(0, BLOCK_C)
+    if c0 < rank:
+        places = b_grads + f[:, None] * rank + c[None, :]
+        keep = (f < features)[:, None] & (c < rank)[None, :]
+        acc = tl.load(places, mask=keep, other=0.0)
+        for g in range(first, end):
+            t, t_ok = _granule(granules, g, BLOCK_T)
+            y_ok = t_ok[:, None] & (f < features)[None, :]
+            ys = tl.load(dy + t[:, None] * dy_stride + f[None, :], mask=y_ok, other=0.0)
+            s_ok = t_ok[:, None] & (c < column_width(rank))[None, :]
+            ss = tl.load(s + t[:, None] * s_stride + c[None, :], mask=s_ok, other=0.0)
+            acc = dot(tl.trans(ys), ss, acc, WIDEN)
+        tl.store(places, acc, mask=keep)
 
 
 @triton.jit(do_not_specialize=["adapters", "tokens"])
@@ -379,53 +468,57 @@ def _grads_kernel(
     if first == end:
         return
     if program < A_PROGRAMS:
-        f = program // A_TILES * BLOCK_F + tl.arange(0, BLOCK_F)
-        c0 = program % A_TILES * A_COLUMNS
-        c = c0 + tl.arange(0, A_COLUMNS)
-        a_row, linear, columns = locate_columns(table, adapters, adapter, c, J, K)
-        if c0 < columns:
-            places = grads + a_row[None, :] + f[:, None]
-            keep = (f < K)[:, None] & (linear >= 0)[None, :]
-            acc = tl.load(places, mask=keep, other=0.0)
-            for g in range(first, end):
-                t, t_ok = _granule(granules, g, BLOCK_T)
-                x_ok = t_ok[:, None] & (f < K)[None, :]
-                xs = tl.load(x + t[:, None] * x_stride + f[None, :], mask=x_ok, other=0.0)
-                d_ok = t_ok[:, None] & (c < columns)[None, :]
-                d = tl.load(ds + t[:, None] * s_stride + c[None, :], mask=d_ok, other=0.0)
-                if HAS_MASK:
-                    # Every column gets its own linear's product and zeros from the others.
-                    for j in tl.static_range(J):
-                        m_rows = mask + (j * tokens.to(tl.int64) + t)[:, None] * K
-                        m = tl.load(m_rows + f[None, :], mask=x_ok, other=0)
-                        kept = tl.where(m != 0, xs, 0.0).to(xs.dtype)
-                        own = tl.where((linear == j)[None, :], d, 0.0).to(d.dtype)
-                        acc = dot(tl.trans(kept), own, acc, WIDEN)
-                else:
-                    acc = dot(tl.trans(xs), d, acc, WIDEN)
-            tl.store(places, acc, mask=keep)
+        _grad_a(
+            x,
+            ds,
+            mask,
+            grads,
+            granules,
+            first,
+            end,
+            table,
+            adapters,
+            adapter,
+            x_stride,
+            s_stride,
+            tokens,
+            program // A_TILES * BLOCK_F,
+            program % A_TILES * A_COLUMNS,
+            J,
+            K,
+            BLOCK_T,
+            BLOCK_F,
+            A_COLUMNS,
+            HAS_MASK,
+            WIDEN,
+        )
     else:
         tile = (program - A_PROGRAMS) // B_TILES
         j = (tile >= F0).to(tl.int32) + (tile >= F0 + F1).to(tl.int32)
-        features = tl.where(j == 0, N0, tl.where(j == 1, N1, N2))
-        f = (tile - tl.where(j == 0, 0, tl.where(j == 1, F0, F0 + F1))) * BLOCK_F + tl.arange(0, BLOCK_F)
-        c0 = (program - A_PROGRAMS) % B_TILES * B_COLUMNS
-        c = c0 + tl.arange(0, B_COLUMNS)
-        rank = rank_of(table, adapters, adapter, j)
-        if c0 < rank:
-            places = grads + offset(table, adapters, adapter, j, 1) + f[:, None] * rank + c[None, :]
-            keep = (f < features)[:, None] & (c < rank)[None, :]
-            acc = tl.load(places, mask=keep, other=0.0)
-            dy_linear = dy + tl.where(j == 0, 0, tl.where(j == 1, N0, N0 + N1))
-            s_linear = s + first_column(table, adapters, adapter, j, J)
-            for g in range(first, end):
-                t, t_ok = _granule(granules, g, BLOCK_T)
-                y_ok = t_ok[:, None] & (f < features)[None, :]
-                ys = tl.load(dy_linear + t[:, None] * dy_stride + f[None, :], mask=y_ok, other=0.0)
-                s_ok = t_ok[:, None] & (c < column_width(rank))[None, :]
-                ss = tl.load(s_linear + t[:, None] * s_stride + c[None, :], mask=s_ok, other=0.0)
-                acc = dot(tl.trans(ys), ss, acc, WIDEN)
-            tl.store(places, acc, mask=keep)
+        _grad_b(
+            dy + tl.where(j == 0, 0, tl.where(j == 1, N0, N0 + N1)),
+            s + first_column(table, adapters, adapter, j, J),
+            grads + offset(table, adapters, adapter, j, 1),
+            granules,
+            first,
+            end,
+            dy_stride,
+            s_stride,
+            tl.where(j == 0, N0, tl.where(j == 1, N1, N2)),
+            rank_of(table, adapters, adapter, j),
+            (tile - tl.where(j == 0, 0, tl.where(j == 1, F0, F0 + F1))) * BLOCK_F,
+            (program - A_PROGRAMS) % B_TILES * B_COLUMNS,
+            BLOCK_T,
+            BLOCK_F,
+            B_COLUMNS,
+            WIDEN,
+        )
+
+
+def grad_stages(bytes_a_stage: int, masked: bool) -> int:
+    """A granule's place is loaded before its rows are, both in the pipeline: two stages a buffer of rows.
+    Masks are loaded into registers, which more stages spill."""
+    return 2 * stages(bytes_a_stage, 2 if masked else 5) - 1
 
 
 def lora_grads(
@@ -455,7 +548,8 @@ def lora_grads(
     assert grads.dtype == torch.float32
     assert mask is None or (mask.shape == (table.shape.linears, tokens, k) and mask.is_contiguous())
     size = x.element_size()
-    a_columns, b_columns = column_block(table.columns, size), column_block(padded_rank(tables.max_rank), size)
+    a_columns = column_block(table.columns, size, mask is not None)
+    b_columns = column_block(padded_rank(tables.max_rank), size)
     a_tiles, b_tiles = -(-table.columns // a_columns), -(-tables.max_rank // b_columns)
     sizes = (*table.shape.out_features, 0, 0)
 
@@ -463,8 +557,9 @@ def lora_grads(
         b_features = sum(-(-n // block_f) for n in sizes)
         return tables.max_adapters * (-(-k // block_f) * a_tiles + b_features * b_tiles)
 
-    # Wider tiles where even they give a large card's 132 SMs several programs each.
-    block_f = 128 if size == 2 and programs(128) >= 1024 else 64
+    # Wider tiles where registers allow and even they give a large card's 132 SMs several programs each.
+    narrow = size == 2 and a_columns <= 32 and mask is None
+    block_f = 128 if narrow and programs(128) >= 1024 else 64
     _grads_kernel[(programs(block_f),)](
         x,
         dy,
@@ -494,5 +589,5 @@ def lora_grads(
         HAS_MASK=mask is not None,
         WIDEN=INTERPRET,
         num_warps=WARPS,
-        num_stages=stages((block_f + max(a_columns, b_columns)) * BLOCK_T * size, 6),
+        num_stages=grad_stages((block_f + max(a_columns, b_columns)) * BLOCK_T * size, mask is not None),
     )

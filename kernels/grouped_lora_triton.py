@@ -24,8 +24,10 @@ from gshare.kernels.triton_common import INTERPRET, dot
 CHUNK = 1024
 #: Features a step of an accumulator, by element size: 128 bytes of a row.
 BLOCK_K = {2: 64, 4: 32}
-#: Ranks a step of the sums over the rank; a rank up to 16 takes one step of 16 instead.
-BLOCK_R = {2: 64, 4: 16}
+#: Ranks a step of the sums over the rank, part of the numerics; a rank up to 16 takes one step of 16.
+BLOCK_R = {2: 32, 4: 16}
+#: Features of y or dx a program updates. Registers leave room for 5 programs on an SM of sm_90; 128: 2.
+BLOCK_OUT = 64
 #: Four warps are one warpgroup: the 64 rows of a block are one Hopper MMA.
 WARPS = 4
 #: Shared memory a program may use for tiles in flight: 99 KiB is all there is on sm_86, 89 and 120.
@@ -35,9 +37,12 @@ _ALIGN = tl.constexpr(ALIGN)
 _COLUMN_ALIGN = tl.constexpr(COLUMN_ALIGN)
 
 
-def column_block(columns: int, element_size: int) -> int:
-    """Columns of S a program holds: all of them where they fit, so that x is read once."""
-    return min(max(triton.next_power_of_2(columns), 16), {2: 128, 4: 32}[element_size])
+def column_block(columns: int, element_size: int, masked: bool = False) -> int:
+    """Columns of S a program holds: all of them where they fit, so that x is read once. More than the
+    limits spill registers (64 with a mask: 11 KB a thread on sm_80). The interpreter's matmul, unlike a
+    GPU's, picks the order of its sums from the tile's shape: there the tile is always the widest."""
+    widest = 32 if masked or element_size == 4 else 64
+    return widest if INTERPRET else min(max(triton.next_power_of_2(columns), 16), widest)
 
 
 def stages(bytes_a_stage: int, most: int) -> int:
@@ -47,7 +52,7 @@ def stages(bytes_a_stage: int, most: int) -> int:
 
 def splits(programs: int, block_c: int) -> bool:
     """Whether every chunk gets a program of its own: where whole sums give too few of them to fill a large
-    card. The limit falls with the width to keep the partial sums of one launch under 60 MiB at K = 14,336."""
+    card. The limit falls with the width: a launch's partial sums stay under 60 MiB at K = 14,336."""
     return programs < 16384 // block_c
 
 
@@ -98,9 +103,7 @@ def load_b(b, n, n_ok, r, rank, ALIGNED: tl.constexpr):
     """Rows n (N,), columns r (R,) of B (·, rank); ALIGNED: the rank is a multiple of 8, 16 bytes a load."""
     if ALIGNED:
         rank = rank // _COLUMN_ALIGN * _COLUMN_ALIGN
-    return tl.load(
-        b + n[:, None] * rank + r[None, :], mask=n_ok[:, None] & (r < rank)[None, :], other=0.0
-    )
+    return tl.load(b + n[:, None] * rank + r[None, :], mask=n_ok[:, None] & (r < rank)[None, :], other=0.0)
 
 
 @triton.jit
@@ -225,7 +228,8 @@ def lora_shrink(
     assert flat.dtype == x.dtype
     assert mask is None or (mask.shape == (table.shape.linears, tokens, k) and mask.is_contiguous())
     s = torch.empty(tokens, table.columns, device=x.device, dtype=x.dtype)
-    block_c, block_k = column_block(table.columns, x.element_size()), BLOCK_K[x.element_size()]
+    block_c = column_block(table.columns, x.element_size(), mask is not None)
+    block_k = BLOCK_K[x.element_size()]
     tiles, chunks = -(-table.columns // block_c), -(-k // CHUNK)
     programs = tables.max_blocks * tiles
     split = chunks > 1 and splits(programs, block_c)
@@ -257,7 +261,7 @@ def lora_shrink(
         HAS_MASK=mask is not None,
         WIDEN=INTERPRET,
         num_warps=WARPS,
-        num_stages=stages((BLOCK_T + block_c) * block_k * x.element_size(), 4),
+        num_stages=stages((BLOCK_T + block_c) * block_k * x.element_size(), 4 if mask is None else 3),
     )
     return s
 
@@ -358,8 +362,7 @@ def lora_expand(y: torch.Tensor, s: torch.Tensor, flat: torch.Tensor, tables: Pa
     assert s.is_contiguous()
     assert flat.dtype == y.dtype == s.dtype
     sizes = (*table.shape.out_features, 0, 0)
-    block_n = 128 if y.element_size() == 2 else 64
-    tiles = sum(-(-n // block_n) for n in sizes)
+    tiles = sum(-(-n // BLOCK_OUT) for n in sizes)
     _expand_kernel[(tables.max_blocks * tiles,)](
         y,
         s,
@@ -374,7 +377,7 @@ def lora_expand(y: torch.Tensor, s: torch.Tensor, flat: torch.Tensor, tables: Pa
         N1=sizes[1],
         N2=sizes[2],
         BLOCK_T=BLOCK_T,
-        BLOCK_N=block_n,
+        BLOCK_N=BLOCK_OUT,
         BLOCK_R=BLOCK_R[y.element_size()],
         WIDEN=INTERPRET,
         num_warps=WARPS,

@@ -162,7 +162,7 @@ class PassTables:
         self._device.copy_(host, non_blocking=True)
         if self._device.is_cuda:
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self._copied[self._turn] = event
         self._turn = 1 - self._turn
 

@@ -1,10 +1,10 @@
 """Where the adapters of a step lie, as tables on the device: one launch serves all of them.
 
 `slots` int64 (A, 4), a row an adapter: start of its weights and gradients, start of its moments, length
-(elements of the flat arenas), and the row of `blocks` where its blocks begin. An adapter that is not there has
-length 0. `blocks` int32 (NB, 2), a row a program: adapter and block within its slot, adapters in order and
-blocks ascending; rows beyond the step's are −1. Blocks are counted from the slot's own start, so what a block
-holds does not depend on where the slot lies.
+(elements of the flat arenas), and the row of `blocks` where its blocks begin. An adapter that is not there
+has length 0. `blocks` int32 (NB, 2), a row a program: adapter and block within its slot, adapters in order
+and blocks ascending; rows beyond the step's are −1. Blocks are counted from the slot's own start, so what a
+block holds does not depend on where the slot lies.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Staging:
         return self._buffer.numel()
 
     def host(self) -> dict[str, np.ndarray]:
-        """Views to fill before `upload`; they hold whatever was there two uploads ago. Waits for that upload."""
+        """Views to fill before `upload`; they hold what was there two uploads ago. Waits for that upload."""
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()

@@ -5,7 +5,8 @@ The environment is set when this file is loaded, so before pytest imports the fi
 - the trainer's own settings (MKL's strict mode and the rest), or packed rows have no solo bits;
 - two threads, no hub, no tokenizer threads;
 - state, cache, config and runtime directories in a new folder, so that no test sees or leaves anything
-  of the user's. It is short on purpose: a Unix socket's path has at most 107 bytes.
+  of the user's. It is short on purpose: a Unix socket's path has at most 107 bytes;
+- signals that whoever started the tests ignores (nohup) are not ignored by the processes that tests start.
 
 Without torch (`make test-py310`), test modules that import what needs it are not collected; the summary
 names them.
@@ -21,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from child_signals import undo_ignoring
 from gshare.agent.service.environment import trainer_environment
 
 #: Imports that need the `train` extra.
@@ -48,6 +50,7 @@ def _set_environment() -> None:
 
 
 _set_environment()
+undo_ignoring()
 
 
 def _imports(source: str) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ieee_sqrt import ieee_sqrt
 from row_company import same_bytes
 
 if not torch.cuda.is_available():
@@ -20,6 +21,11 @@ from gshare.kernels.slot_table import BLOCK, slot_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAP = 48
+
+
+@pytest.fixture(autouse=True)
+def _reference_rounds_square_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "sqrt", ieee_sqrt)
 
 
 @dataclass

@@ -201,6 +201,17 @@ def test_repair_says_what_it_did(ledger: Ledger, tmp_path: Path) -> None:
         assert "still counted" in out
 
 
+def test_repair_prints_nothing_that_a_terminal_would_obey(ledger: Ledger, tmp_path: Path) -> None:
+    rows(ledger)
+    for name in (b"row-\x1b[2J\xff.json", b"lease-0123456789ab.json"):
+        (ledger.directory / os.fsdecode(name)).write_text('{"kind": "\\u001b]0;x\\u0007"}', encoding="utf-8")
+    code, out, err = gpu(tmp_path, "repair")
+    assert (code, err) == (0, "")
+    assert "row-?[2J?.json: " in out
+    assert out.count("taken out, kept as") == 2
+    assert out.replace("\n", "").isprintable()
+
+
 def test_status_as_json_has_everything(ledger: Ledger, tmp_path: Path) -> None:
     table = device(used_by_others_mb=700)
     write_devices(tmp_path / "devices.toml", table, device("GPU-aabb-2", 4000, state='"lost"'))

@@ -34,3 +34,17 @@ def test_the_second_job_waits_for_the_first(tmp_path: Path) -> None:
     assert "40960 MiB can never fit on GPU-example" in done.stderr
     assert list(tmp_path.iterdir()) == []
     assert sorted(EXAMPLE.iterdir()) == before
+
+
+def test_a_python_without_gshare_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(EXAMPLE / "run.py")],  # no site-packages, no PYTHONPATH
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{sys.executable} has no gshare: pip install")
+    assert done.stderr.count("\n") == 1

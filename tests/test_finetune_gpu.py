@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from gshare.agent.vram.devices import Device, HostMemory
 from gshare.agent.vram.guard import reserve
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.rows import Client
-from gshare.agent.vram.status import DeviceStatus, status
 from gshare.cli import finetune as command
 from gshare.cli import gpu_plan
 from gshare.cli.finetune_flags import GpuFlags
@@ -27,82 +25,17 @@ SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
 from fake_runner import weights_after  # noqa: E402
 from ledger_children import USABLE_MB, device, files, holder, make_ledger, rows, until  # noqa: E402
-
-#: `gshare` without tokenising: a job's data file holds its script.
-GSHARE = """
-import sys
-from pathlib import Path
-from gshare.agent.jobs.spec import JobRequest
-from gshare.cli import finetune, main
-
-def prepare(run, console, *, resume):
-    return Path("/nonexistent"), [
-        JobRequest(spec=spec, train_store="/nonexistent", train_hash="0" * 64, resume=resume)
-        for spec in run.adapters
-    ]
-
-finetune.prepare = prepare
-sys.exit(main.main(sys.argv[1:]))
-"""
+from straw_runs import LONG, flags, gshare, own_ledger, read_until, start, the_device  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """One simulated device of 8500 usable MiB, and directories of this test's own."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv(command.RUNNER_VARIABLE, "reserved_runner:ReservedRunner")
-    monkeypatch.setenv("GSHARE_LEDGER_DIR", str(tmp_path / "ledger"))
-    monkeypatch.setenv("GSHARE_DEVICES", str(tmp_path / "devices.toml"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.chdir(tmp_path)
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
-        (tmp_path / name).mkdir(mode=0o700)
-        monkeypatch.setenv(name, str(tmp_path / name))
-    return make_ledger(tmp_path)
-
-
-def flags(name: str, script: str, *more: str) -> list[str]:
-    Path(f"{name}.jsonl").write_text(script)
-    return ["finetune", "--model", "fake", "--adapter", f"{name}.jsonl:out/{name}", *more]
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", GSHARE, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def gshare(*arguments: str) -> tuple[int, str, str]:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
-
-
-def the_device(ledger: Ledger) -> DeviceStatus:
-    return status(ledger).devices[0]
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Its stderr up to the line with `text`."""
-    assert process.stderr is not None
-    seen = ""
-    while text not in seen:
-        line = process.stderr.readline()
-        assert line, seen
-        seen += line
-    return seen
+    return own_ledger(tmp_path, monkeypatch)
 
 
 def saved_step(name: str) -> int:
     path = Path(f"out/{name}/checkpoint.json")
     return json.loads(path.read_text())["step"] if path.exists() else 0
-
-
-LONG = "steps=4000,sleep=0.01,save=5"
 
 
 def test_the_trainer_reserves_before_the_engine_and_gives_back_at_its_end(ledger: Ledger) -> None:

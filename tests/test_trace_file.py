@@ -209,6 +209,14 @@ def test_above_5_percent_of_step_time_it_says_falsified(tmp_path: Path, gpu_trac
     assert found["verdict"].startswith(FALSIFIED)
 
 
+def test_a_span_cannot_drive_the_terminal(tmp_path: Path, gpu_trace: Command) -> None:
+    write(tmp_path / TRACE_NAME, span("\x1b[2Jgone\r", 5)).close()
+    code, out, _ = gpu_trace(str(tmp_path))
+    assert code == 0
+    assert "?[2Jgone?" in out
+    assert out.replace("\n", "").isprintable()
+
+
 def test_the_export_has_both_processes_on_one_clock(tmp_path: Path, gpu_trace: Command) -> None:
     path = tmp_path / TRACE_NAME
     write(path, span(STEP_SPAN, 10, 1, jobs=2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ from gshare.agent.vram.devices import Device
 from gshare.agent.vram.settings import config_file, configured_factor, reserve_factor
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from ledger_children import child
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,10 @@ def test_the_factor_is_read_from_the_users_configuration(tmp_path: Path) -> None
         ("[gpu]\nreserve_facter = 0.5", "unknown key 'reserve_facter'; did you mean 'reserve_factor'"),
         ("gpu = 5", "must be a table"),
         ("[gpu", "not TOML"),
+        (f"[gpu]\nreserve_factor = {'9' * 400}", "more than 0 and at most 1"),
+        (f"[gpu]\nreserve_factor = {'9' * 5000}", "not TOML"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_configuration_is_one_line_naming_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.toml"
@@ -144,3 +152,10 @@ def test_a_wrong_configuration_is_one_line_naming_the_file(tmp_path: Path, text:
     with pytest.raises(UsageError, match=message) as error:
         configured_factor(path)
     assert str(error.value).startswith(str(path))
+
+
+def test_a_configuration_that_is_a_pipe_is_one_line_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    os.mkfifo(path)
+    with child(lambda say, wait: say(str(configured_factor(path)))) as one:
+        assert one.line(20) == f"UsageError: {path}: no regular file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +26,12 @@ from gshare.agent.vram.identify import find_device, find_devices, visible_device
 from gshare.agent.vram.nvml import NoNvml, NvmlDevices
 from gshare.agent.vram.owners import outside_mb
 from gshare.agent.vram.rows import Row
+from gshare.agent.vram.settings import MAX_TOML
 from gshare.agent.vram.simulated import SimulatedDevices
 from gshare.agent.vram.sources import open_devices
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
-from ledger_children import device, write_devices
+from ledger_children import child, device, write_devices
 
 MIB = 1 << 20
 NOT_AVAILABLE = 2**64 - 1
@@ -236,6 +238,12 @@ def test_a_gpu_without_memory_of_its_own_is_unified() -> None:
     assert source.read(found).total_mb == psutil.virtual_memory().total >> 20
 
 
+def test_a_name_that_would_drive_the_terminal_is_shown_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetName", lambda self, card: "A\x1b[2J")
+    _, found = only(FakeNvml(Card("GPU-1\x9b")))
+    assert (found.uuid, found.name) == ("GPU-1?", "A?[2J")
+
+
 def test_with_mig_on_the_slices_are_the_devices() -> None:
     card = Card(slices=[Card("MIG-aa-1", memory=(5000 * MIB, 0)), Card("MIG-ab-2", memory=(9000 * MIB, 0))])
     source = NvmlDevices(FakeNvml(card), host_pids=True)
@@ -423,12 +431,32 @@ def test_simulated_devices_follow_their_file(tmp_path: Path) -> None:
             "device 1: unknown key 'total_mib'; did you mean 'total_mb'",
         ),
         ("[[device]]\nuuid = 'a'\ntotal_mb = 'x'", r"device 1: Expected `int`, got `str` - at `\$.total_mb`"),
-        ("[[device]]\nuuid = 'a'\ntotal_mb = -5", "total_mb must be positive"),
+        ("[[device]]\nuuid = 'a'\ntotal_mb = -5", "device 1: total_mb = -5 must be 1 to 16777216 MiB"),
         ("[[device]]\nuuid = 'a'\ntotal_mb = 5\nstate = 'odd'", r"at `\$.state`"),
         ("[[device]]\nuuid = 'a'\ntotal_mb = 5\nmemory_type = 'cpu'", "must be discrete or unified"),
-        ("[[device]]\nuuid = 'a'\ntotal_mb = 5\n" * 2, "device 2: uuid 'a' is empty or taken"),
+        ("[[device]]\nuuid = 'a'\ntotal_mb = 5\n" * 2, "device 2: uuid 'a' is taken"),
         ("[[device", "not TOML"),
+        ("device = [1]", r"device 1: 1 is no \[\[device\]\] table"),
+        ("[[device]]\nuuid = ''\ntotal_mb = 5", "uuid = '' must be 1 to 200 printable"),
+        ('[[device]]\nuuid = "a\\u001b[2J"\ntotal_mb = 5', "must be 1 to 200 printable"),
+        ('[[device]]\nuuid = "a"\nname = "\\u009b"\ntotal_mb = 5', "name = .* printable"),
+        (f"[[device]]\nuuid = '{'a' * 201}'\ntotal_mb = 5", "must be 1 to 200 printable"),
+        (f"[[device]]\nuuid = 'a'\ntotal_mb = {'9' * 400}", "total_mb = 999.* must be 1 to"),
+        (f"[[device]]\nuuid = 'a'\ntotal_mb = {'9' * 5000}", "not TOML"),
+        (
+            "[[device]]\nuuid = 'a'\ntotal_mb = 5\nused_by_others_mb = -1",
+            "used_by_others_mb = -1 must be 0 to",
+        ),
+        (
+            "[[device]]\nuuid = 'a'\ntotal_mb = 5\nprocesses = [{ pid = 4, used_mb = -3 }]",
+            "used_mb of a process = -3 must be 0 to",
+        ),
+        ("[[device]]\nuuid = 'a'\ntotal_mb = 5\nprocesses = [{ pid = 0 }]", "pid = 0 is no process's"),
+        ("[[device]]\nuuid = 'a'\ntotal_mb = 5\nprocesses = [{ pid = -4 }]", "pid = -4 is no process's"),
+        ("x = " + "[" * 100_000, "not TOML"),
+        ("#" * (MAX_TOML + 1), "larger than 256 KiB"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_devices_file_is_one_line_naming_it(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "d.toml"
@@ -436,6 +464,33 @@ def test_a_wrong_devices_file_is_one_line_naming_it(tmp_path: Path, text: str, m
     with pytest.raises(UsageError, match=message) as error:
         SimulatedDevices(path)
     assert str(path) in str(error.value)
+    assert len(str(error.value)) < 400
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
+def test_a_devices_file_that_is_no_file_is_one_line_and_nothing_waits_for_it(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "d.toml"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    # In a process of its own, which can be killed: opening a pipe waits for its writer for ever.
+    with child(lambda say, wait: say(str(SimulatedDevices(path).devices()))) as one:
+        assert one.line(20) == f"UsageError: GSHARE_DEVICES: {path}: no regular file"
+
+
+def test_a_devices_file_that_became_a_pipe_is_one_line(tmp_path: Path) -> None:
+    path = write_devices(tmp_path / "d.toml", device())
+    source = SimulatedDevices(path)
+    path.unlink()
+    os.mkfifo(path)
+    with child(lambda say, wait: say(str(source.devices()))) as one:
+        assert one.line(20).endswith("d.toml: no regular file")
 
 
 def test_a_missing_devices_file_is_one_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.vram import paths, store
-from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.ledger import Grant, Ledger
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from ledger_children import (
+    NO_CONFIG,
+    Child,
     Say,
     WaitFor,
     child,
@@ -235,6 +238,142 @@ def test_the_holder_puts_its_row_back_when_somebody_emptied_the_directory(ledger
         assert one.line() == "back"
         assert rows(ledger) == {row_id: 500}
     assert rows(ledger) == {}
+
+
+def killed_at(step: int, ledger: Ledger) -> int:
+    """Exit code of a first user who dies just before its `step`-th change of the directory or the lock."""
+    calls = ("mkdir", "open", "fchmod", "chmod", "rename", "link", "unlink", "close")
+
+    class KillingOs:
+        left = step
+
+        def __getattr__(self, name: str) -> object:
+            value = getattr(os, name)
+            if name not in calls:
+                return value
+
+            def call(*arguments: object, **keys: object) -> object:
+                if self.left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.left -= 1
+                return value(*arguments, **keys)
+
+            return call
+
+    def work(say: Say, wait: WaitFor) -> None:
+        paths.os = KillingOs()  # pyright: ignore[reportAttributeAccessIssue]
+        rows(ledger)
+        os._exit(0)
+
+    with child(work) as first:
+        return first.wait()
+
+
+@as_root
+@pytest.mark.parametrize("what", ["directory", "lock"])
+def test_whenever_the_first_user_is_killed_the_others_are_not_locked_out(
+    open_ledger: Ledger, what: str
+) -> None:
+    folder = open_ledger.directory.parent
+    folder.chmod(0o1777)
+    died = 0
+    for step in range(100):
+        ledger = Ledger(directory=folder / f"ledger-{step}", source=open_ledger.source, environ=NO_CONFIG)
+        if what == "lock":
+            ledger.directory.mkdir()
+            ledger.directory.chmod(0o1777)
+        code = killed_at(step, ledger)
+
+        def stranger(say: Say, wait: WaitFor, ledger: Ledger = ledger) -> None:
+            os.setgid(OTHER_UID)
+            os.setuid(OTHER_UID)
+            with take(ledger, 1000):
+                say(str(len(rows(ledger))))
+
+        with child(stranger) as other:
+            assert other.line() == "1", step
+        assert stat.S_IMODE(ledger.directory.stat().st_mode) == 0o1777
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        died += 1
+    assert died > 4  # mkdir, open, chmod, rename or link, …
+
+
+def test_a_maker_that_comes_late_does_not_replace_the_directory_of_the_first(ledger: Ledger) -> None:
+    paths._make(ledger.directory)
+    first = ledger.directory.stat().st_ino
+    paths._make(ledger.directory)  # it looked before the first one's was there
+    assert ledger.directory.stat().st_ino == first
+    assert [path.name for path in ledger.directory.parent.glob(".ledger-*")] == []
+    assert files(ledger) == []
+
+
+def test_many_first_users_at_once_make_one_ledger(ledger: Ledger) -> None:
+    def work(say: Say, wait: WaitFor) -> None:
+        wait()
+        with take(ledger, 100):
+            say("has")
+            wait()
+
+    for _ in range(10):
+        children = [Child(work) for _ in range(8)]
+        try:
+            for one in children:
+                one.go_on()
+            assert [one.line() for one in children] == ["has"] * 8
+            assert sum(rows(ledger).values()) == 800
+        finally:
+            for one in children:
+                one.kill()
+        assert [path.name for path in ledger.directory.parent.glob(".ledger-*")] == []
+        shutil.rmtree(ledger.directory)
+
+
+@as_root
+def test_a_hold_that_root_renews_stays_its_users(open_ledger: Ledger) -> None:
+    ledger = open_ledger
+    rows(ledger)
+
+    def user(say: Say, wait: WaitFor) -> None:
+        os.setgid(OTHER_UID)
+        os.setuid(OTHER_UID)
+        lease = ledger.reserve(wanted(ledger, 300, kind="hold", lease_s=60.0))
+        assert isinstance(lease, Grant)
+        say(lease.row.id)
+        wait()
+        ledger.renew_lease(lease.row.id, 70.0)
+        ledger.end_lease(lease.row.id)
+        say("released")
+
+    with child(user) as one:
+        row_id = one.line()
+        path = ledger.directory / f"lease-{row_id}.json"
+        before = path.stat()
+        ledger.renew_lease(row_id, 7200.0)
+        after = path.stat()
+        assert after.st_ino != before.st_ino
+        assert (after.st_uid, after.st_gid, after.st_mode) == (OTHER_UID, OTHER_UID, before.st_mode)
+        one.go_on()
+        assert one.line() == "released"
+    assert rows(ledger) == {}
+
+
+@as_root
+def test_nobody_but_root_renews_another_users_hold(open_ledger: Ledger) -> None:
+    ledger = open_ledger
+    lease = ledger.reserve(wanted(ledger, 300, kind="hold", lease_s=60.0))
+    assert isinstance(lease, Grant)
+    before = (ledger.directory / f"lease-{lease.row.id}.json").read_bytes()
+
+    def stranger(say: Say, wait: WaitFor) -> None:
+        os.setuid(OTHER_UID)
+        ledger.renew_lease(lease.row.id, 7200.0)
+
+    with child(stranger) as other:
+        assert "belongs to uid 0; only they can renew it" in other.line()
+    assert (ledger.directory / f"lease-{lease.row.id}.json").read_bytes() == before
+    assert files(ledger) == [f"lease-{lease.row.id}.json"]
 
 
 def test_a_lock_file_that_was_replaced_is_noticed(ledger: Ledger) -> None:

@@ -17,6 +17,7 @@ from gshare.agent.vram.ledger import Grant, Ledger
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from ledger_children import (
+    ANOTHER_BOOT,
     USABLE_MB,
     Child,
     Say,
@@ -122,8 +123,8 @@ def test_a_wall_clock_step_ends_nothing_and_the_boot_clock_ends_a_lease(
 
 def test_after_a_reboot_leases_and_rows_are_stale(ledger: Ledger) -> None:
     until_s = clock.now().boot_s + 3600
-    plant(ledger, id="00000000000c", boot_id="another boot", lease_until_boot_s=until_s, kind="hold")
-    plant(ledger, id="00000000000d", boot_id="another boot")
+    plant(ledger, id="00000000000c", boot_id=ANOTHER_BOOT, lease_until_boot_s=until_s, kind="hold")
+    plant(ledger, id="00000000000d", boot_id=ANOTHER_BOOT)
     assert rows(ledger) == {}
     plant(ledger, id="00000000000e", lease_until_boot_s=until_s, kind="hold")
     assert rows(ledger) == {"00000000000e": 700}

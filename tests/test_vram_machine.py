@@ -33,8 +33,10 @@ def claim(mb: int | None, uuid: str | None = GPU) -> Claim:
     return Claim(id="row", gpu_uuid=uuid, mb=mb)
 
 
-def waiting(ticket: int, mb: int, passed: int = 0, uuid: str = GPU) -> Waiting:
-    return Waiting(id=f"w{ticket}", ticket=ticket, request_mb=mb, gpu_uuids=(uuid,), passed=passed)
+def waiting(ticket: int, mb: int, passed: int = 0, uuid: str = GPU, absent: bool = False) -> Waiting:
+    return Waiting(
+        id=f"w{ticket}", ticket=ticket, request_mb=mb, gpu_uuids=(uuid,), passed=passed, absent=absent
+    )
 
 
 def test_the_formula_to_the_last_mib() -> None:
@@ -94,6 +96,28 @@ def test_a_big_waiter_is_passed_a_bounded_number_of_times() -> None:
     answer = decide(held, [waiting(1, 900, MAX_BYPASS)], gpu(), Request(mb=100))
     assert isinstance(answer, Wait)
     assert "passed often enough" in answer.reason
+
+
+@pytest.mark.parametrize("passed", [0, MAX_BYPASS])
+def test_a_waiter_that_does_not_look_keeps_nothing_stops_nobody_and_is_not_counted(passed: int) -> None:
+    def ask(mb: int, *, absent: bool, held: int = 0, waiter: str | None = None) -> object:
+        queue = [waiting(1, 900, passed, absent=absent), waiting(2, 100)]
+        return decide([claim(held)] if held else [], queue, gpu(), Request(mb=mb, waiter=waiter))
+
+    assert ask(900, absent=True) == Admit()  # it fits, and would not take it
+    assert isinstance(ask(901, absent=True), Wait)  # those that look still count
+    assert ask(100, absent=True, held=500) == Admit()  # it does not fit: passed, and not once more counted
+    assert ask(900, absent=True, waiter="w1") == Admit()  # it looks again: its place is its own
+    # Negative control: one that looks is minded.
+    assert isinstance(ask(900, absent=False), Wait)
+    assert ask(100, absent=False, held=500) != Admit()
+
+
+def test_a_waiter_for_more_than_the_device_has_is_passed_over() -> None:
+    """By no reserve factor it fits. One that fits by its own user's factor is minded as any other."""
+    assert decide([], [waiting(1, 1001, MAX_BYPASS)], gpu(factor=0.5), Request(mb=100)) == Admit()
+    within = decide([], [waiting(1, 1000, MAX_BYPASS)], gpu(factor=0.5), Request(mb=100))
+    assert isinstance(within, Wait)
 
 
 def test_a_request_in_the_queue_minds_only_those_in_front_of_it() -> None:

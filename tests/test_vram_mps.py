@@ -253,11 +253,16 @@ def test_shares_of_one_gpu_are_at_most_100_percent_together(ledger: Ledger, pipe
     assert files(ledger) == []
 
 
-def test_a_share_that_cannot_be_read_is_all_of_it(ledger: Ledger, pipes: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["{", *(f'{{"gpu_uuid":"GPU-aaaa-1","share":{share}}}' for share in ("-1000", "0", "101", "9" * 400))],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_share_that_cannot_be_read_is_all_of_it(ledger: Ledger, pipes: Path, damage: str) -> None:
     with listening(pipes), child(lambda say, wait: hold(ledger, say, wait)) as other:
         name = f"mps-{other.line()}.json"
         assert plan(ledger, pipes, 100)
-        (ledger.directory / name).write_text("{", encoding="utf-8")
+        (ledger.directory / name).write_text(damage, encoding="utf-8")
         with pytest.raises(RetryLater, match="0 % left"):
             plan(ledger, pipes, 1)
 

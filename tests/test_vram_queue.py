@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, UsageError
-from gshare.agent.vram import queue
+from gshare.agent.vram import clock, queue
 from gshare.agent.vram.ledger import Ledger, Queued
 from gshare.agent.vram.machine import MAX_BYPASS, Wait
 from gshare.agent.vram.queue import Announcer, wait_for
+from gshare.agent.vram.status import status
 from gshare.agent.vram.store import LOCK_SECONDS
+from gshare.agent.vram.view import ABSENT_S
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from ledger_children import (
@@ -25,6 +28,7 @@ from ledger_children import (
     make_ledger,
     rows,
     take,
+    until,
     wanted,
     write_devices,
 )
@@ -100,6 +104,52 @@ def test_a_killed_waiter_leaves_the_queue(ledger: Ledger) -> None:
         view, _ = ledger.look()
         assert view.waiters == []
         assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+def test_a_stopped_waiter_keeps_memory_from_nobody_and_has_its_place_when_it_goes_on(
+    ledger: Ledger,
+) -> None:
+    first = take(ledger, 8000)
+    stopped = waiter_of(ledger, 6000)
+    try:
+        assert stopped.line() == "waits 1"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        until(lambda: (clock.stat_fields(stopped.pid) or ["?"])[0] == "T")
+        first.release()
+        with pytest.raises(RetryLater, match="6000 kept for requests in front"):
+            take(ledger, 8000)  # it may be about to look
+        (life,) = ledger.directory.glob("wait-*.life")
+        long_ago = int((clock.now().boot_s - ABSENT_S - 0.5) * 1e9)
+        os.utime(life, ns=(long_ago, long_ago))  # as if it had been stopped for so long
+        (queued,) = status(ledger).devices[0].queue
+        assert "has not looked for a while" in queued.reason
+        for _ in range(MAX_BYPASS + 1):
+            take(ledger, 8000).release()
+        assert not list(ledger.directory.glob("passes-*"))  # nothing was counted
+        os.kill(stopped.pid, signal.SIGCONT)
+        until_has(stopped)
+        assert list(rows(ledger).values()) == [6000]
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.kill()
+
+
+def test_a_waiter_that_looks_is_not_absent_however_long_it_waits(ledger: Ledger) -> None:
+    with take(ledger, 8000):
+        queued = ledger.reserve(wanted(ledger, 8000), join_s=60)
+        assert isinstance(queued, Queued)
+        assert queued.place is not None
+        joined_s = os.fstat(queued.place.life).st_mtime
+        assert 0 <= clock.now().boot_s - joined_s < ABSENT_S  # joining is looking
+        os.utime(queued.place.life, ns=(0, 0))
+        assert ledger.look()[0].absent == {queued.place.waiter.id}
+        before = os.stat(ledger.directory).st_mtime_ns
+        ledger.reserve(wanted(ledger, 8000), place=queued.place)
+        assert ledger.look()[0].absent == set()
+        assert os.stat(ledger.directory).st_mtime_ns == before  # its looking wakes no other waiter
+        os.utime(queued.place.life)  # the wall clock's time, as an older gshare leaves it
+        assert ledger.look()[0].absent == set()
+        ledger.leave(queued.place)
 
 
 def test_waiting_ends_at_the_timeout_and_leaves_nothing(ledger: Ledger) -> None:

@@ -56,7 +56,7 @@ def test_the_walk_sees_the_io_of_every_module_that_has_some() -> None:
     assert {
         *("store.Store.write", "store.take_lock", "paths.flock_fault", "clock.stat_fields"),
         *("queue._sleep", "nvml.NvmlDevices._memory", "simulated.SimulatedDevices._load"),
-        *("settings.configured_factor", "owners.named_reservation", "watch._watch"),
+        *("settings.read_toml", "owners.named_reservation", "watch._watch"),
         "devices.read_host_memory",
     } <= found
 

@@ -142,7 +142,9 @@ def test_a_signal_is_passed_on_and_the_program_may_end_in_order(
     def work(say: Callable[[str], None], wait: Callable[[], str]) -> None:
         with take(ledger, 1000) as reservation:
             name = number.name.removeprefix("SIG")
-            command = ["sh", "-c", f"trap 'exit 5' {name}; touch {ready}; while :; do sleep 0.02; done"]
+            # A minute at most: a signal that does not arrive must not leave it running for ever.
+            loop = "n=0; while [ $n -lt 3000 ]; do sleep 0.02; n=$((n + 1)); done"
+            command = ["sh", "-c", f"trap 'exit 5' {name}; touch {ready}; {loop}"]
             code = run_program(reservation, command, strict=False, notify=say, poll_s=0.02)
         say(f"code {code}")
 

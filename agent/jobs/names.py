@@ -55,6 +55,15 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
+def plain(text: str) -> str:
+    """Another user's text without what a terminal would obey.
+
+    >>> plain("a\\x1b[2Jb\\n")
+    'a?[2Jb?'
+    """
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def shorten(text: object, limit: int = 80) -> str:
     """`repr(text)` fit for one line of a message: control characters escaped, at most `limit` long."""
     try:

@@ -1,6 +1,6 @@
 """A trainer's reservation, taken before anything of it touches a GPU.
 
-    admission = admit(config.gpu, device=config.device, say=…, on_look=…, tracer=…)
+    admission = admit(config.gpu, device=config.device, say=…, on_place=…, on_look=…, tracer=…)
     Runner(device=admission.device, reservation=admission.reservation, …)
 
 Afterwards this process sees the one device that it has reserved, by its UUID, and nothing else: to be called
@@ -22,7 +22,7 @@ from gshare.agent.vram.devices import Device
 from gshare.agent.vram.guard import Reservation, reserve
 from gshare.agent.vram.ledger import Ledger, Queued
 from gshare.agent.vram.mps import mps_environment
-from gshare.agent.vram.queue import Announcer, OnLook
+from gshare.agent.vram.queue import Announcer, OnLook, OnWait
 from gshare.agent.vram.rows import Client
 from gshare.agent.vram.sources import is_simulated
 
@@ -36,21 +36,30 @@ class Admission(NamedTuple):
     device: str
 
 
-def admit(request: GpuRequest, *, device: str, say: Say, on_look: OnLook, tracer: Tracer) -> Admission:
+def admit(
+    request: GpuRequest, *, device: str, say: Say, on_place: OnWait, on_look: OnLook, tracer: Tracer
+) -> Admission:
     """Reserve what `request` asks for, waiting as long as it allows, and set this process's environment.
 
+    `on_place` hears of every change of place or reason, `say` only of what people should read.
     RetryLater (exit 75): not within the time; UsageError (2): can never fit, or MPS as asked for is
     refused; GshareError (1): the device or the ledger is in trouble. Nothing stays reserved then. What
     `on_look` raises passes through.
     """
     ledger = Ledger(tracer=tracer)
+    announce = Announcer(lambda line: say("info", line), line=waiting_line)
+
+    def on_wait(queued: Queued) -> None:
+        on_place(queued)
+        announce(queued)
+
     reservation = reserve(
         request.budget_mb,
         task=request.task,
         devices=_devices(ledger, request),
         timeout_s=request.timeout_s,
         clients=(Client(name=request.client, budget_mb=request.budget_mb),) if request.client else (),
-        on_wait=Announcer(lambda line: say("info", line), line=_waiting),
+        on_wait=on_wait,
         on_look=on_look,
         on_warning=lambda line: say("warning", line),
         ledger=ledger,
@@ -96,6 +105,7 @@ def _runner_device(device: str) -> str:
     return device if device == "auto" else "cuda:0"
 
 
-def _waiting(queued: Queued) -> str:
+def waiting_line(queued: Queued) -> str:
+    """Where the request of a trainer stands, in one line."""
     decision = queued.decision
     return f"waiting for GPU memory, position {decision.position}: {decision.reason}, on {queued.gpu_uuid}"

@@ -140,6 +140,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     output_dir: str = ""
     reason: str = ""
+    position: int = 0  # in the queue for GPU memory, from 1 on; 0: waits for none
 
 
 class Jobs(_Message, frozen=True, tag="jobs"):

@@ -19,11 +19,17 @@ class JobTable:
         self._arrived: dict[
             str, list[JobStatus]
         ] = {}  # not admitted or refused yet, the first of a name first
+        self._position, self._reason = 0, ""
 
     def arrive(self, status: JobStatus) -> None:
         """A job that waits to be admitted: listed, unless one of its name is active, and not updated."""
         with self._lock:
             self._arrived.setdefault(status.job, []).append(status)
+
+    def waits(self, position: int, reason: str) -> None:
+        """Say of all jobs that wait to be admitted where they stand in a queue; 0 and "": in none."""
+        with self._lock:
+            self._position, self._reason = position, reason
 
     def decided(self, job: str) -> None:
         """The first one of that name is no longer waiting."""
@@ -39,7 +45,9 @@ class JobTable:
             jobs = dict(self._jobs)
             for job, waiting in self._arrived.items():
                 if job not in jobs or jobs[job].state in ENDED:
-                    jobs[job] = waiting[0]
+                    jobs[job] = msgspec.structs.replace(
+                        waiting[0], position=self._position, reason=self._reason
+                    )
             return list(jobs.values())
 
     def add(self, status: JobStatus) -> None:

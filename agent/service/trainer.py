@@ -3,10 +3,10 @@
     python -m gshare.agent.service.trainer --dir DIR      (spawned by `client.spawn_trainer`)
 
 The main thread reserves GPU memory, loads the base and runs rounds; commands of the clients are applied
-between two rounds. The server's thread owns the socket. The process ends when its last client and its last
-job are gone, or on SIGTERM (all jobs are checkpointed first; exit 143). SIGINT and SIGHUP are ignored: a
-Ctrl-C goes to the client, which decides. What ends it in any other way is a crash, for the supervising
-client to sort out.
+between two rounds, and while it waits for the memory (`waiting.py`). The server's thread owns the socket. The
+process ends when its last client and its last job are gone, or on SIGTERM (all jobs are checkpointed first;
+exit 143). SIGINT and SIGHUP are ignored: a Ctrl-C goes to the client, which decides. What ends it in any
+other way is a crash, for the supervising client to sort out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gshare.agent.jobs.events import (
 )
 from gshare.agent.jobs.names import check_name
 from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.service.admission import admit
+from gshare.agent.service.admission import admit, waiting_line
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
 from gshare.agent.service.environment import trainer_environment
@@ -73,9 +73,11 @@ from gshare.agent.service.registry import (
 from gshare.agent.service.server import Command, Connection, Server
 from gshare.agent.service.table import JobTable
 from gshare.agent.service.traces import trace_path
+from gshare.agent.service.waiting import WaitingRoom
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.trace_file import TraceFile
 from gshare.agent.vram.guard import Reservation
+from gshare.agent.vram.ledger import Queued
 
 #: How long the main thread sleeps at most when nothing is runnable, seconds.
 _IDLE_POLL = 0.05
@@ -126,6 +128,7 @@ class Trainer:
             self._commands,
             self._arrived,
         )
+        self._waiting = WaitingRoom(self._ended_waiting)
         self._runner: Runner | None = None
         self._reservation: Reservation | None = None
         self._tracer = Tracer() if config.trace else DISABLED
@@ -167,21 +170,44 @@ class Trainer:
         if config.gpu is None:
             return {"device": config.device}
         self._reservation, device = admit(
-            config.gpu, device=config.device, say=self._say, on_look=self._while_waiting, tracer=self._tracer
+            config.gpu,
+            device=config.device,
+            say=self._say,
+            on_place=self._on_place,
+            on_look=self._while_waiting,
+            tracer=self._tracer,
         )
+        self._table.waits(0, "")
         return {"device": device, "reservation": self._reservation, "may_grow": config.gpu.may_grow}
 
+    def _on_place(self, queued: Queued) -> None:
+        self._table.waits(queued.decision.position, waiting_line(queued))
+
     def _while_waiting(self) -> None:
-        """Between two looks at the queue: ends the trainer when nobody is there any more to wait for."""
+        """Between two looks at the queue: serves the clients, and ends the trainer when nobody waits."""
         self._flush_trace()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.take(self._commands.get_nowait())
+        for connection, message in self._waiting.answers():
+            self._server.reply(connection, message)
+        if self._waiting.over:
+            raise _Ended(EXIT_OK, "none of its jobs was left while it waited for GPU memory")
         now = time.monotonic()
-        if self._server.clients:
+        if self._server.clients or self._waiting.jobs:
             self._alone_since = now
         elif self._server.ever_connected:
             if now - self._alone_since >= self._config.idle_seconds:
                 raise _Ended(EXIT_OK, "its client left while it waited for GPU memory")
         elif now - self._alone_since >= self._config.first_client_seconds:
             raise _Ended(EXIT_OK, "no client ever connected")
+
+    def _ended_waiting(self, job: JobRequest, client: str, reason: str) -> None:
+        """A job that ends before there was an engine: nothing of it was written."""
+        name = job.spec.name
+        self._table.add(JobStatus(job=name, state="queued", client=client, output_dir=job.spec.output_dir))
+        self._table.decided(name)
+        self._on_event(JobChanged(job=name, state="stopped", step=0, total_steps=0, reason=reason))
 
     def _load(self, where: dict[str, Any]) -> None:
         config = self._config
@@ -211,6 +237,8 @@ class Trainer:
         assert self._runner is not None
         idle_since = started = time.monotonic()
         busy = False
+        for command in self._waiting.kept():
+            self._apply(command)
         while True:
             self._flush_trace()
             self._apply_commands(wait=not busy)

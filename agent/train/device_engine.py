@@ -12,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.arena import Slot
+from gshare.agent.train.device_optimizer import DeviceOptimizer
 from gshare.agent.train.device_pass import PassBuffers, PassShape, matrix_table
 from gshare.agent.train.engine import Engine, Part
 from gshare.kernels.backend import Backend
@@ -71,7 +73,8 @@ class DeviceEngine(Engine):
         self._matrices: dict[str, tuple[Slot, np.ndarray]] = {}
         self._positions = 2048
         self._workspace = LoraWorkspace(base.device)
-        self._pool: tuple[int, int] | None = None
+        self.optimizer = DeviceOptimizer(self.arena)
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._parameters = base.config.parameter_count()
@@ -97,7 +100,12 @@ class DeviceEngine(Engine):
         longest = max(len(row.tokens) for part in parts for row in part.rows)
         while self._positions < longest:
             self._positions *= 2
-        counts = entry.buffers.fill(parts, [self._table(part) for part in parts], training=training)
+        counts = entry.buffers.fill(
+            parts,
+            [self._table(part) for part in parts],
+            [self.optimizer.seat(part.adapter.name) for part in parts],
+            training=training,
+        )
         pointers = self._pointers()
         if entry.pointers != pointers:
             entry.graph, entry.pointers, entry.runs = None, pointers, 0
@@ -209,6 +217,9 @@ class DeviceEngine(Engine):
             return self.backend.cross_entropy(h, head, targets, None)[0]
         nll, dh = self.backend.cross_entropy(h, head, targets, device["scale"])
         assert dh is not None
+        # Whole numbers: their minimum does not depend on the order in which rows arrive.
+        finite = torch.isfinite(nll).int()
+        self.optimizer.flags.scatter_reduce_(0, device["owner"], finite, reduce="amin")
         d_rows = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
         # One row more than the pass has: padding label rows write there.
         dx = torch.zeros(shape.tokens + 1, x.shape[1], dtype=x.dtype, device=x.device)

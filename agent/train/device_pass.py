@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gshare.agent.base.config import ModelConfig
     from gshare.agent.train.engine import Part
 
+#: The seat whose flag nobody reads.
+NOBODY = 4096
 _RANKS = (8, 16, 32, 64, 128, 256)
 
 
@@ -128,8 +130,11 @@ class PassBuffers:
         )
         self.device = self._staging.device
 
-    def fill(self, parts: Sequence[Part], matrices: Sequence[np.ndarray], *, training: bool) -> list[int]:
-        """Lay out `parts`, `matrices` being their `matrix_table`s; returns the label rows of each part."""
+    def fill(
+        self, parts: Sequence[Part], matrices: Sequence[np.ndarray], seats: Sequence[int], *, training: bool
+    ) -> list[int]:
+        """Lay out `parts`, with their `matrix_table`s and their seats in the round; returns each one's label
+        rows."""
         shape, host = self.shape, self._staging.host()
         rows = [row for part in parts for row in part.rows]
         starts = [0, *accumulate(len(row.tokens) for row in rows)]
@@ -140,7 +145,7 @@ class PassBuffers:
         host["blocks"][:] = NOTHING
         host["blocks"][: len(blocks)] = blocks
         adapters, counts, label, sequence = [], [], 0, 0
-        for number, (part, table) in enumerate(zip(parts, matrices, strict=True)):
+        for part, table, seat in zip(parts, matrices, seats, strict=True):
             first_label, spans = label, []
             for row in part.rows:
                 start, end = starts[sequence], starts[sequence + 1]
@@ -152,7 +157,7 @@ class PassBuffers:
                 label, sequence = upto, sequence + 1
                 spans.append((start, end))
             host["scale"][first_label:label] = np.float32(1.0 / max(part.label_tokens, 1))
-            host["owner"][first_label:label] = number
+            host["owner"][first_label:label] = seat
             counts.append(label - first_label)
             adapters.append(
                 PassAdapter(tuple(spans), part.scale if training else part.adapter.spec.scaling, table)
@@ -163,7 +168,7 @@ class PassBuffers:
         host["write"][label:] = shape.tokens
         host["targets"][label:] = -1
         host["scale"][label:] = 0.0
-        host["owner"][label:] = shape.adapters
+        host["owner"][label:] = NOBODY
         self._staging.upload()
         self.tables.refresh(adapters)
         return counts

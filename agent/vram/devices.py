@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 import psutil
+from gshare.agent.jobs.names import plain
 
 MemoryType = Literal["discrete", "unified", "cpu"]
 #: `no_memory_info`: the driver answers N/A. `lost`: the card has fallen off the bus. `failed`: anything else.
@@ -97,7 +98,9 @@ def tegra_board(device_tree: Path = Path("/proc/device-tree")) -> Device | None:
 
     def text(name: str) -> str:
         try:
-            return (device_tree / name).read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            return plain(
+                (device_tree / name).read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            )
         except OSError:
             return ""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.names import plain
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.vram.clock import Now, holder, now
 from gshare.agent.vram.devices import ComputeMode, Device, DeviceReading, DeviceSource
@@ -37,7 +38,16 @@ from gshare.agent.vram.paths import ledger_directory
 from gshare.agent.vram.rows import Row, Waiter, encode
 from gshare.agent.vram.settings import config_file, configured_factor, reserve_factor
 from gshare.agent.vram.sources import open_devices
-from gshare.agent.vram.store import LOCK_SECONDS, NEVER, Store, is_same, locked, release_lock, stamp
+from gshare.agent.vram.store import (
+    LOCK_SECONDS,
+    NEVER,
+    Store,
+    is_same,
+    locked,
+    note_look,
+    release_lock,
+    stamp,
+)
 from gshare.agent.vram.view import View, read_passes, read_view
 
 
@@ -76,6 +86,9 @@ class Ledger:
         within `patience_s`.
         """
         with self.tracer.span("LedgerReserve", budget_mb=wanted.mb, task=wanted.task):
+            if place is not None:
+                with self.tracer.phase("wait_poll"):
+                    note_look(place.life, now().boot_s)
             readings = self.read_devices(wanted.devices)
             with locked(self.directory, self.tracer, patience_s) as store:
                 at = now()
@@ -86,7 +99,7 @@ class Ledger:
                 device = next(device for device in wanted.devices if device.uuid == uuid)
                 with self.tracer.phase("ledger_wr"):
                     if isinstance(decision, Admit):
-                        # Counted first: a count that cannot be written must leave no row that nobody holds.
+                        # First: when it cannot be counted, nothing is taken.
                         self._count_passes(store, view, decision.passes)
                         grant = self._grant(store, wanted, device, at)
                         if place is not None:
@@ -94,8 +107,8 @@ class Ledger:
                         return grant
                     if place is None and join_s is not None:
                         place = self._join(store, view, wanted, at, join_s)
-                    elif place is not None and place.waiter.id not in {w.id for w in view.waiters}:
-                        _rejoin(store, place)
+                    elif place is not None and place.waiter not in view.waiters:
+                        _rejoin(store, place, at)
                 return Queued(decision=decision, gpu_uuid=uuid, place=place)
 
     def leave(self, place: Place) -> None:
@@ -184,7 +197,8 @@ class Ledger:
             row = self.find(self.view(store, now(), {}), prefix)
             if row.lease_until_boot_s is None:
                 raise GshareError(
-                    f"reservation {row.id} is held by process {row.pid} ({row.task}); it goes when that ends"
+                    f"reservation {row.id} is held by process {row.pid} ({plain(row.task)}); "
+                    "it goes when that ends"
                 )
             with self.tracer.phase("ledger_wr"):
                 gone = store.remove(_file_of(row))
@@ -301,7 +315,15 @@ class Ledger:
         counts = {waiter: count for waiter, count in read_passes(store, name).items() if waiter in waiting}
         for waiter in passes:
             counts[waiter] = counts.get(waiter, 0) + 1
-        store.write(name, msgspec.json.encode(counts))
+        data = msgspec.json.encode(counts)
+        try:
+            store.write(name, data)
+        except IsADirectoryError:
+            store.set_aside(name)
+            store.write(name, data)
+        except PermissionError:
+            text = f"{store.path / name} belongs to another user, who or root must remove it"
+            raise GshareError(text) from None
 
     def _join(self, store: Store, view: View, wanted: Wanted, at: Now, seconds: float) -> Place:
         waiter = Waiter(
@@ -318,6 +340,7 @@ class Ledger:
             created_boot_s=at.boot_s,
         )
         life = store.create_life(f"wait-{waiter.id}.life")
+        note_look(life, at.boot_s)
         try:
             store.write(f"wait-{waiter.id}.json", encode(waiter))
         except BaseException:
@@ -357,12 +380,13 @@ def _give_up(place: Place) -> None:
         place.life = -1
 
 
-def _rejoin(store: Store, place: Place) -> None:
-    """Write a damaged or removed waiter again, with the ticket it had."""
+def _rejoin(store: Store, place: Place, at: Now) -> None:
+    """Write a damaged, changed or removed waiter again, with the ticket it had."""
     life = f"wait-{place.waiter.id}.life"
     if not store.is_same(life, place.life):
         store.remove(life)
         new = store.create_life(life)
         release_lock(place.life)
         place.life = new
+        note_look(new, at.boot_s)
     store.write(f"wait-{place.waiter.id}.json", encode(place.waiter))

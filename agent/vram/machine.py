@@ -5,7 +5,8 @@ Admission: `Σ max(budget, peak) + request ≤ total × reserve_factor - memory 
 Order: first come, first served, with bounded bypass. A request may pass a waiter in front of it only when
 that waiter does not fit now, and only while the waiter has been passed fewer than `MAX_BYPASS` times. What
 a waiter in front would get if it looked now is kept for it. So a big job waits for at most `MAX_BYPASS`
-small ones that came later, however many keep coming.
+small ones that came later, however many keep coming. A waiter that does not look (it is stopped, or its
+driver hangs) keeps nothing and stops nobody; its place is its own again as soon as it looks.
 
 What cannot be known blocks: an unreadable row, a device that does not say what is used.
 """
@@ -30,13 +31,17 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """One queued request. `ticket` grows with arrival; `passed` counts later requests served before it."""
+    """One queued request. `ticket` grows with arrival; `passed` counts later requests served before it.
+
+    `absent`: it has not looked for so long that it would not take what came free.
+    """
 
     id: str
     ticket: int
     request_mb: int
     gpu_uuids: tuple[str, ...]
     passed: int = 0
+    absent: bool = False
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +118,9 @@ def decide(
     kept = 0
     passes: list[str] = []
     for waiter in front:
+        # More than the device has fits by nobody's reserve factor: that waiter will find out by itself.
+        if waiter.absent or waiter.request_mb > device.total_mb:
+            continue
         if waiter.request_mb <= free - kept:
             kept += waiter.request_mb
         elif waiter.passed >= MAX_BYPASS:

@@ -241,9 +241,12 @@ def _take_share(store: Store, view: View, device: Device, share: int) -> None:
 
 
 def _share_of(store: Store, row_id: str) -> int:
-    """Percent that the reservation has; unreadable counts as all of it, never as free."""
+    """Percent that the reservation has; unreadable and impossible ones count as all of it, never as free."""
     try:
         data = store.read(f"mps-{row_id}.json")
-        return msgspec.json.decode(data, type=MpsShare).share if data is not None else 0
+        if data is None:
+            return 0
+        share = msgspec.json.decode(data, type=MpsShare).share
     except (Unreadable, msgspec.MsgspecError):
         return 100
+    return share if 1 <= share <= 100 else 100

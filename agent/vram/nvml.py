@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from gshare.agent.jobs.names import plain
 from gshare.agent.vram.devices import (
     ComputeMode,
     Device,
@@ -119,7 +120,7 @@ class NvmlDevices:
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+            uuid, name = plain(nvml.nvmlDeviceGetUUID(handle)), plain(nvml.nvmlDeviceGetName(handle))
         except nvml.NVMLError as error:
             yield Device(uuid=f"LOST-{index}", name=f"GPU {index} does not answer ({error})", index=index)
             return
@@ -142,7 +143,7 @@ class NvmlDevices:
         for place in range(most):
             try:
                 part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-                uuid = nvml.nvmlDeviceGetUUID(part)
+                uuid = plain(nvml.nvmlDeviceGetUUID(part))
             except nvml.NVMLError:
                 continue  # places without a slice answer "not found"
             self._handles[uuid] = part

@@ -12,6 +12,7 @@ flock does not exclude everybody (NFS and other shared ones).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -26,6 +27,9 @@ ADMINISTRATOR = Path("/run/gshare")
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = Path("/tmp")
 
+LOCK = "lock"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 #: Filesystems that several hosts may share, or whose flock a remote side implements as it likes.
 SHARED_FILESYSTEMS = frozenset(
     {
@@ -36,7 +40,7 @@ SHARED_FILESYSTEMS = frozenset(
 #: FUSE says nothing about what is behind it.
 _FUSE = "fuse"
 
-#: The first user makes the directory and then opens it to all: others look again for this long.
+#: An administrator makes the directory and then opens it to all: others look again for this long.
 _SETTLE_SECONDS = 0.5
 
 _checked: set[tuple[int, int]] = set()
@@ -81,17 +85,58 @@ def open_directory(path: Path) -> int:
 
 
 def _open_or_make(path: Path) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):
-        return os.open(path, flags)
+        return os.open(path, _DIRECTORY)
     # Not only of GSHARE_LEDGER_DIR: a minimal container may lack /tmp.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    fd = os.open(path, flags)
-    if os.fstat(fd).st_uid == os.geteuid():
+    _make(path)
+    return os.open(path, _DIRECTORY)
+
+
+def _make(path: Path) -> None:
+    """Make the directory, for everybody, with the lock in it; nothing when somebody else was faster.
+
+    Under another name until it is whole: a maker that is killed midway must not lock the others out. The
+    lock is in it from the start because a rename replaces an empty directory, and with it what others had
+    begun there.
+    """
+    made = path.parent / f".{path.name}-{secrets.token_hex(6)}"
+    os.mkdir(made, 0o700)
+    fd = os.open(made, _DIRECTORY)
+    try:
+        make_lock(fd, LOCK)
         os.fchmod(fd, 0o1777)  # the umask is the user's and stays; only this directory is opened
-    return fd
+        os.rename(made, path)
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(LOCK, dir_fd=fd)
+        os.rmdir(made)
+        # What there is now is another maker's: not empty, or (in a sticky directory) not ours to replace.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EPERM, errno.EACCES):
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_lock(directory: int, temporary: str) -> None:
+    """The lock file, readable for all or not there at all; nothing when somebody else was faster.
+
+    `temporary` is its name until it is whole; FileNotFoundError when the directory itself is gone.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600, dir_fd=directory)
+    try:
+        os.fchmod(fd, 0o644)
+        if temporary != LOCK:
+            # A link, not a rename: that would replace a lock that somebody else has just made and taken. The
+            # first one who takes that lock may have cleaned our file away.
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.link(temporary, LOCK, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    finally:
+        os.close(fd)
+        if temporary != LOCK:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=directory)
 
 
 def _open_fault(path: Path, error: OSError) -> str:

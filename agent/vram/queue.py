@@ -24,7 +24,7 @@ FULL_LOOK_S = 2.0
 
 #: Told when the request starts to wait and whenever its position or reason changes.
 OnWait = Callable[[Queued], None]
-#: Called after every look that did not serve the request; what it raises ends the wait.
+#: Called every `LOOK_S` of a wait; what it raises ends the wait.
 OnLook = Callable[[], None]
 
 
@@ -71,7 +71,7 @@ def wait_for(
 
     RetryLater (exit 75) when the time is over; the queue is left however this ends. Once in the queue, a
     device, a driver or a lock in trouble is waited out like memory. NeverFits, errors of the first look and
-    those of the two callbacks pass through. Looks come every `FULL_LOOK_S` at the latest.
+    those of the two callbacks pass through.
     """
     deadline = time.monotonic() + timeout_s
     join_s = timeout_s if timeout_s > 0 else None
@@ -104,19 +104,19 @@ def wait_for(
             if on_wait is not None and news != told:
                 told = news
                 on_wait(answer)
-            if on_look is not None:
-                on_look()
-            _sleep(ledger, stamp, deadline)
+            _sleep(ledger, stamp, deadline, on_look)
     finally:
         if place is not None:
             ledger.leave(place)
 
 
-def _sleep(ledger: Ledger, stamp: int | None, deadline: float) -> None:
+def _sleep(ledger: Ledger, stamp: int | None, deadline: float, on_look: OnLook | None) -> None:
     """Until the directory changes, a full look is due, or the time is over."""
     with ledger.tracer.span("WaitPoll"), ledger.tracer.phase("wait_poll"):
         until = min(deadline, time.monotonic() + FULL_LOOK_S)
         while True:
+            if on_look is not None:
+                on_look()
             left = until - time.monotonic()
             if left <= 0:
                 return

@@ -1,6 +1,8 @@
 """`gshare gpu repair`: takes damaged rows out of the count, keeping a copy of each.
 
 Only what provably has no living holder is taken out. Everything else stays counted, and says what to do.
+What does not count but lies where the ledger writes (a directory named like a file of its, counts of passes
+that cannot be read) is taken out too.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ import msgspec
 from gshare.agent.vram.clock import now, start_ticks
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.rows import BadRow, Damaged, decode_row
-from gshare.agent.vram.store import Store, Unreadable, locked
+from gshare.agent.vram.store import TEMPORARY, Store, Unreadable, locked
+from gshare.agent.vram.view import decode_passes
 
 
 class Repaired(msgspec.Struct, frozen=True, kw_only=True):
-    """One damaged row and what became of it; `kept` is the copy's path, empty when the row still counts."""
+    """One damaged file and what became of it; `kept` is the copy's path, empty when it is still there.
+
+    The texts may hold what a terminal would obey: names of files are anybody's.
+    """
 
     name: str
     reason: str
@@ -26,19 +32,46 @@ def repair(ledger: Ledger) -> list[Repaired]:
     with ledger.tracer.span("LedgerCleanup"), locked(ledger.directory, ledger.tracer) as store:
         view = ledger.view(store, now(), {})
         with ledger.tracer.phase("ledger_wr"):
-            return [_repair_one(store, damaged) for damaged in view.damaged]
+            found = [_repair_one(store, damaged) for damaged in view.damaged]
+            known = {damaged.name for damaged in view.damaged}
+            for name in store.names():
+                reason = _fault(store, name) if name not in known else ""
+                if reason:
+                    found.append(_take_out(store, name, reason, still="still there"))
+            return found
 
 
 def _repair_one(store: Store, damaged: Damaged) -> Repaired:
     living = _living_holder(store, damaged)
     if living:
         return Repaired(name=damaged.name, reason=damaged.reason, outcome=f"still counted: {living}")
-    copy = store.set_aside(damaged.name)
+    repaired = _take_out(store, damaged.name, damaged.reason, still="still counted")
+    if repaired.kept:
+        store.remove(_life_of(damaged.name))
+    return repaired
+
+
+def _take_out(store: Store, name: str, reason: str, *, still: str) -> Repaired:
+    try:
+        copy = store.set_aside(name)
+    except OSError as error:
+        return Repaired(name=name, reason=reason, outcome=f"{still}: {error.strerror}")
     if copy is None:
-        outcome = "still counted: it is another user's; they or root must run gshare gpu repair"
-        return Repaired(name=damaged.name, reason=damaged.reason, outcome=outcome)
-    store.remove(_life_of(damaged.name))
-    return Repaired(name=damaged.name, reason=damaged.reason, outcome="taken out", kept=str(copy))
+        outcome = f"{still}: it is another user's; they or root must run gshare gpu repair"
+        return Repaired(name=name, reason=reason, outcome=outcome)
+    return Repaired(name=name, reason=reason, outcome="taken out", kept=str(copy))
+
+
+def _fault(store: Store, name: str) -> str:
+    """What is wrong with a file that is no row; empty when nothing is, or when it is not ours to judge."""
+    if name.startswith(("passes-", "wait-", "mps-", TEMPORARY)) and store.is_odd(name):
+        return "is no regular file"
+    if name.startswith("passes-"):
+        try:
+            decode_passes(store.read(name))
+        except (Unreadable, BadRow) as error:
+            return str(error)
+    return ""
 
 
 def _living_holder(store: Store, damaged: Damaged) -> str:
@@ -56,7 +89,8 @@ def _living_holder(store: Store, damaged: Damaged) -> str:
         except (Unreadable, BadRow):
             return ""
         if row is not None and row.pid and start_ticks(row.pid) == row.pid_start:
-            return f"process {row.pid} is alive and writes it again on its next change; or end that process"
+            writes = "" if damaged.name.startswith("lease-") else " and writes it again on its next change"
+            return f"process {row.pid} is alive{writes}; or end that process"
     return ""
 
 

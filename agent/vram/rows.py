@@ -8,11 +8,14 @@ and counts by the four fields that no schema changes: id, gpu_uuid, budget_mb, p
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
+from gshare.agent.jobs.names import plain, shorten
+from gshare.agent.vram.budget import MAX_MB
 from gshare.agent.vram.machine import Claim
 
 SCHEMA = 2
@@ -21,6 +24,16 @@ SCHEMA = 2
 RowKind = Literal["trainer", "run", "hold"]
 
 ROW_ID = re.compile(r"[0-9a-f]{12}\Z")
+BOOT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
+#: No boot has it: the boot of a lease that has certainly run out.
+NO_BOOT = "00000000-0000-0000-0000-000000000000"
+
+#: A driver's UUID has about 50 characters.
+MAX_UUID = 200
+#: Seconds, 317 years: a longer uptime is a damaged number.
+_MAX_BOOT_S = 1e10
+#: Larger numbers than any counter, PID, user id or inode; the encoder takes nothing above 64 bits.
+_MAX_COUNT = 2**63 - 1
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +106,11 @@ class BadRow(Exception):
 
 def _from_1(old: dict[str, Any]) -> dict[str, Any]:
     """Schema 1 had no lease, so a `hold` of it has none to run out: it is not carried over as endless."""
+    if "lease_until_boot_s" in old or "boot_id" in old:
+        raise BadRow("schema 1 beside fields of schema 2")  # the schema is what was damaged
     new = {**old, "schema": 2}
     if old.get("kind") == "hold":
-        new["lease_until_boot_s"] = 0.0
+        new.update(lease_until_boot_s=0.0, boot_id=NO_BOOT)
     return new
 
 
@@ -114,8 +129,8 @@ def decode_row(data: bytes) -> Row:
     """A row of any schema. BadRow when the bytes are not one, or name impossible amounts."""
     table = _table(data)
     schema = table.get("schema", 1)
-    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-        raise BadRow(f"schema {schema!r} is no number")
+    if isinstance(schema, bool) or not isinstance(schema, int) or not 1 <= schema <= _MAX_COUNT:
+        raise BadRow(f"schema {shorten(schema)} is no number")
     if schema > SCHEMA:
         table = _only_known(table)
     while schema in MIGRATIONS:
@@ -125,19 +140,55 @@ def decode_row(data: bytes) -> Row:
         row = msgspec.convert(table, Row)
     except msgspec.ValidationError as error:
         raise BadRow(str(error)) from None
-    if row.budget_mb <= 0 or row.peak_mb < 0 or row.used_mb < 0:
-        raise BadRow(f"budget {row.budget_mb}, peak {row.peak_mb}, used {row.used_mb} MiB")
-    if not ROW_ID.match(row.id):
-        raise BadRow(f"id {row.id!r}")
+    _check_common(row, (row.gpu_uuid,))
+    _check("budget_mb", row.budget_mb, 1, MAX_MB)
+    _check("peak_mb", row.peak_mb, 0, MAX_MB)
+    _check("used_mb", row.used_mb, 0, MAX_MB)
+    for used in row.uses.values():
+        _check("uses", used, 0, MAX_MB)
+    for client in row.clients:
+        _check("budget_mb of a client", client.budget_mb, 0, MAX_MB)
+    _check("pid_start", row.pid_start, 0, _MAX_COUNT)
+    _check("pid_ns", row.pid_ns, 0, _MAX_COUNT)
+    if row.lease_until_boot_s is not None:
+        _check("lease_until_boot_s", row.lease_until_boot_s, 0, _MAX_BOOT_S)
     return row
 
 
 def decode_waiter(data: bytes) -> Waiter:
-    """A waiter. BadRow when the bytes are not one."""
+    """A waiter. BadRow when the bytes are not one, or name impossible amounts."""
     try:
-        return msgspec.convert(_table(data), Waiter)
+        waiter = msgspec.convert(_table(data), Waiter)
     except msgspec.ValidationError as error:
         raise BadRow(str(error)) from None
+    _check_common(waiter, waiter.gpu_uuids)
+    if not waiter.gpu_uuids:
+        raise BadRow("gpu_uuids is empty")
+    _check("request_mb", waiter.request_mb, 1, MAX_MB)
+    # Far below the limit of a number: tickets grow from the largest one in the queue.
+    _check("ticket", waiter.ticket, 0, _MAX_COUNT // 2)
+    _check("deadline_boot_s", waiter.deadline_boot_s, 0, _MAX_BOOT_S)
+    return waiter
+
+
+def _check_common(item: Row | Waiter, uuids: Iterable[str]) -> None:
+    """What rows and waiters have in common. A UUID that cannot be printed is no driver's."""
+    if not ROW_ID.match(item.id):
+        raise BadRow(f"id {shorten(item.id)}")
+    for uuid in uuids:
+        if not 0 < len(uuid) <= MAX_UUID or not uuid.isprintable():
+            raise BadRow(f"gpu_uuid {shorten(uuid)}")
+    _check("pid", item.pid, 0, _MAX_COUNT)
+    _check("uid", item.uid, 0, _MAX_COUNT)
+    _check("created_boot_s", item.created_boot_s, 0, _MAX_BOOT_S)
+    if not math.isfinite(item.created):
+        raise BadRow(f"created {item.created}")
+
+
+def _check(key: str, value: float, low: float, high: float) -> None:
+    """BadRow unless `value` lies between the two; a NaN lies nowhere."""
+    if not low <= value <= high:
+        raise BadRow(f"{key} {shorten(value)}")
 
 
 def _table(data: bytes) -> dict[str, Any]:
@@ -177,9 +228,10 @@ def salvage(row_id: str, data: bytes) -> Claim:
     data = data.split(b'"clients"', 1)[0]
     uuid = _UUID_FIELD.search(data)
     amounts = {name: int(value) for name, value in _MB_FIELD.findall(data)}
-    known = b"budget_mb" in amounts and amounts[b"budget_mb"] > 0
+    known = amounts.get(b"budget_mb", 0) > 0 and max(amounts.values()) <= MAX_MB
+    name = uuid[1].decode("utf-8", "replace") if uuid else ""
     return Claim(
-        id=row_id,
-        gpu_uuid=uuid[1].decode("utf-8", "replace") if uuid else None,
+        id=plain(row_id),
+        gpu_uuid=name if name and name.isprintable() else None,
         mb=max(amounts.values()) if known else None,
     )

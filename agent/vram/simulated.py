@@ -16,22 +16,23 @@ The file is read again whenever it changes.
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.names import nearest
+from gshare.agent.jobs.names import nearest, shorten
+from gshare.agent.vram.budget import MAX_MB
 from gshare.agent.vram.devices import ComputeMode, Device, DeviceReading, ProcessUse, ReadingState
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from gshare.agent.vram.rows import MAX_UUID
+from gshare.agent.vram.settings import read_toml
 
 #: No process has it: the owner of `used_by_others_mb`.
 OTHERS_PID = 0
+
+#: PID_MAX_LIMIT of a 64-bit kernel.
+_MAX_PID = 1 << 22
 
 
 class SimulatedProcess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,16 +100,13 @@ class SimulatedDevices:
 
     def _load(self) -> None:
         try:
-            status = self._path.stat()
+            status = os.stat(self._path)
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             if stamp == self._stamp:
                 return
-            with self._path.open("rb") as file:
-                parsed = tomllib.load(file)
+            parsed = read_toml(self._path, what=f"GSHARE_DEVICES: {self._path}")
         except OSError as error:
             raise UsageError(f"GSHARE_DEVICES: {self._path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"GSHARE_DEVICES: {self._path}: not TOML: {error}") from None
         self._tables = self._parse(parsed)
         self._stamp = stamp
 
@@ -123,6 +121,8 @@ class SimulatedDevices:
         found: dict[str, SimulatedDevice] = {}
         known = SimulatedDevice.__struct_fields__
         for number, table in enumerate(tables, 1):
+            if not isinstance(table, dict):
+                raise UsageError(f"{where}: device {number}: {shorten(table)} is no [[device]] table")
             for key in table:
                 if key not in known:
                     near = nearest(key, known)
@@ -134,9 +134,26 @@ class SimulatedDevices:
                 raise UsageError(f"{where}: device {number}: {error}") from None
             if device.memory_type not in ("discrete", "unified"):
                 raise UsageError(f"{where}: device {number}: memory_type must be discrete or unified")
-            if device.total_mb <= 0 or device.used_by_others_mb < 0:
-                raise UsageError(f"{where}: device {number}: total_mb must be positive, used not negative")
-            if not device.uuid or device.uuid in found:
-                raise UsageError(f"{where}: device {number}: uuid {device.uuid!r} is empty or taken")
+            problem = _fault(device)
+            if problem is None and device.uuid in found:
+                problem = f"uuid {shorten(device.uuid)} is taken"
+            if problem is not None:
+                raise UsageError(f"{where}: device {number}: {problem}")
             found[device.uuid] = device
         return found
+
+
+def _fault(device: SimulatedDevice) -> str | None:
+    """What no driver would say, None when all of it could be."""
+    for key, text in (("uuid", device.uuid), ("name", device.name)):
+        if not text.isprintable() or not 0 < len(text) <= MAX_UUID:
+            return f"{key} = {shorten(text)} must be 1 to {MAX_UUID} printable characters"
+    amounts = [("total_mb", device.total_mb, 1), ("used_by_others_mb", device.used_by_others_mb, 0)]
+    amounts += [("used_mb of a process", process.used_mb or 0, 0) for process in device.processes]
+    for key, mb, least in amounts:
+        if not least <= mb <= MAX_MB:
+            return f"{key} = {shorten(mb)} must be {least} to {MAX_MB} MiB"
+    for process in device.processes:
+        if not 0 < process.pid <= _MAX_PID:
+            return f"pid = {shorten(process.pid)} is no process's"
+    return None

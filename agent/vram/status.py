@@ -6,11 +6,12 @@ import pwd
 from collections.abc import Mapping
 
 import msgspec
+from gshare.agent.jobs.names import plain
 from gshare.agent.vram.clock import Now, now
 from gshare.agent.vram.devices import Device, DeviceReading, MemoryType, ReadingState
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.machine import Admit, DeviceState, Request, available_mb, decide, waiters_in_front
-from gshare.agent.vram.rows import Client, Row
+from gshare.agent.vram.rows import Client, Row, Waiter
 from gshare.agent.vram.view import View
 
 
@@ -97,7 +98,7 @@ def _status(ledger: Ledger, view: View, readings: Mapping[str, DeviceReading], a
     shown = tuple(_device(ledger, device, view, readings[device.uuid], at) for device in devices)
     return Status(
         ledger=str(ledger.directory),
-        note=ledger.source.note,
+        note=plain(ledger.source.note),
         devices=shown,
         damaged=tuple(
             DamagedStatus(
@@ -160,8 +161,6 @@ def _queue(view: View, state: DeviceState, at: Now) -> tuple[WaiterStatus, ...]:
     for waiter in view.waiters:
         if state.uuid not in waiter.gpu_uuids:
             continue
-        decision = decide(view.claims, view.queue, state, Request(mb=waiter.request_mb, waiter=waiter.id))
-        reason = "fits now, about to start" if isinstance(decision, Admit) else decision.reason
         found.append(
             WaiterStatus(
                 position=len(waiters_in_front(view.queue, state.uuid, waiter.id)) + 1,
@@ -169,12 +168,19 @@ def _queue(view: View, state: DeviceState, at: Now) -> tuple[WaiterStatus, ...]:
                 user=user_name(waiter.uid),
                 task=plain(waiter.task),
                 request_mb=waiter.request_mb,
-                reason=reason,
+                reason=_reason(view, state, waiter),
                 passed=view.passed.get(waiter.id, 0),
                 waited_s=round(at.boot_s - waiter.created_boot_s, 3),
             )
         )
     return tuple(sorted(found, key=lambda waiter: waiter.position))
+
+
+def _reason(view: View, state: DeviceState, waiter: Waiter) -> str:
+    if waiter.id in view.absent:
+        return "has not looked for a while (is it stopped?); others may pass it"
+    decision = decide(view.claims, view.queue, state, Request(mb=waiter.request_mb, waiter=waiter.id))
+    return "fits now, about to start" if isinstance(decision, Admit) else decision.reason
 
 
 def user_name(uid: int) -> str:
@@ -183,8 +189,3 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
         return str(uid)
-
-
-def plain(text: str) -> str:
-    """Another user's text without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -2,7 +2,7 @@
 
     lock                never replaced, never removed; a flock on it serialises every decision
     row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
-    wait-ID.json        one queued request    wait-ID.life   the same
+    wait-ID.json        one queued request    wait-ID.life   the same; modified when its holder looked last
     lease-ID.json       a reservation without a process; it runs out instead
     mps-ID.json         the part of the GPU's threads that this reservation's process has under MPS
     passes-UID.json     how often this user's requests passed each waiter
@@ -36,9 +36,8 @@ from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import Tracer
-from gshare.agent.vram.paths import open_directory
+from gshare.agent.vram.paths import LOCK, make_lock, open_directory
 
-LOCK = "lock"
 QUARANTINE = "quarantine"
 TEMPORARY = ".tmp-"
 
@@ -54,6 +53,8 @@ _PATIENCE = 1.0
 _SETTLE_SECONDS = 0.5
 
 MAX_FILE = 64 * 1024
+#: Bytes of a damaged file's name that its copy keeps: 255 are allowed, nine are added.
+_KEPT_NAME = 246
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -110,12 +111,21 @@ class Store:
             os.close(fd)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half."""
+        """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half.
+
+        A file of another user (root may replace one) keeps its owner and mode, or they could not change it
+        any more. GshareError for more bytes than `read` takes: the file would block everybody.
+        """
+        if len(data) > MAX_FILE:
+            raise GshareError(
+                f"{self.path / name} would have {len(data)} bytes and may have {MAX_FILE}: "
+                "fewer clients or devices, or shorter names"
+            )
         temporary = f"{TEMPORARY}{secrets.token_hex(6)}"
         fd = os.open(temporary, os.O_WRONLY | _CREATE, 0o600, dir_fd=self.directory)
         try:
             try:
-                os.fchmod(fd, 0o644)
+                self._set_owner(fd, name)
                 view = memoryview(data)
                 while view:
                     view = view[os.write(fd, view) :]
@@ -128,6 +138,15 @@ class Store:
             raise
         os.fsync(self.directory)
 
+    def _set_owner(self, fd: int, replaced: str) -> None:
+        mode = 0o644
+        with contextlib.suppress(FileNotFoundError):
+            old = os.stat(replaced, dir_fd=self.directory, follow_symlinks=False)
+            if stat.S_ISREG(old.st_mode) and old.st_uid != os.geteuid():
+                os.fchown(fd, old.st_uid, old.st_gid)
+                mode = stat.S_IMODE(old.st_mode)
+        os.fchmod(fd, mode)
+
     def remove(self, name: str) -> bool:
         """Whether the file is gone now; False when it is another user's."""
         try:
@@ -139,24 +158,34 @@ class Store:
         return True
 
     def set_aside(self, name: str) -> Path | None:
-        """Move a damaged file into quarantine; None when it is another user's."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(QUARANTINE, 0o700, dir_fd=self.directory)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        """Move a damaged file into quarantine; None when it is another user's. OSError when it cannot be.
+
+        The copy's name is the file's, cut where it would be too long, and eight random digits.
+        """
         try:
-            inside = os.open(QUARANTINE, flags, dir_fd=self.directory)
+            inside = self._open_quarantine()
         except OSError as error:
-            raise GshareError(f"{self.path / QUARANTINE}: {error.strerror}") from None
+            raise GshareError(f"{self.path / QUARANTINE}: {error.strerror}; remove it") from None
+        kept = f"{os.fsdecode(os.fsencode(name)[:_KEPT_NAME])}.{secrets.token_hex(4)}"
         try:
             if os.fstat(inside).st_uid == os.geteuid():
                 os.fchmod(inside, 0o1777)
-            kept = f"{name}.{secrets.token_hex(4)}"
             os.rename(name, kept, src_dir_fd=self.directory, dst_dir_fd=inside)
-        except OSError:
+        except PermissionError:
             return None
         finally:
             os.close(inside)
         return self.path / QUARANTINE / kept
+
+    def _open_quarantine(self) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(QUARANTINE, flags, dir_fd=self.directory)
+        made = f"{TEMPORARY}{secrets.token_hex(6)}"  # until it is open to all: its maker may be killed
+        os.mkdir(made, 0o700, dir_fd=self.directory)
+        os.chmod(made, 0o1777, dir_fd=self.directory)
+        os.rename(made, QUARANTINE, src_dir_fd=self.directory, dst_dir_fd=self.directory)
+        return os.open(QUARANTINE, flags, dir_fd=self.directory)
 
     def create_life(self, name: str) -> int:
         """Make a life file and lock it; the descriptor is the proof. Cleaning needs our lock, so no race."""
@@ -191,6 +220,21 @@ class Store:
             os.close(fd)
         return "free"
 
+    def looked_s(self, name: str) -> float | None:
+        """When a waiter's process looked last, seconds since boot: see `note_look`. None: nobody says."""
+        try:
+            return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_mtime
+        except OSError:
+            return None
+
+    def is_odd(self, name: str) -> bool:
+        """Whether something else than a regular file has the name: a directory, a pipe, a symlink."""
+        try:
+            status = os.stat(name, dir_fd=self.directory, follow_symlinks=False)
+        except OSError:
+            return False
+        return not stat.S_ISREG(status.st_mode)
+
     def is_same(self, name: str, fd: int) -> bool:
         """Whether `name` is still the file that `fd` has open."""
         return is_same(name, fd, self.directory)
@@ -216,6 +260,16 @@ def stamp(path: str | Path, directory: int | None = None) -> Stamp | None:
     except OSError:
         return None
     return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+def note_look(life: int, boot_s: float) -> None:
+    """Set a waiter's life file to be modified at `boot_s` (seconds since boot, which no clock step moves).
+
+    A file's time, not its content: the directory stays as it was, so no other waiter wakes for it.
+    """
+    at = int(boot_s * 1e9)
+    with contextlib.suppress(OSError):  # then it passes for absent while it cannot be marked
+        os.utime(life, ns=(at, at))
 
 
 @contextlib.contextmanager
@@ -248,14 +302,15 @@ def _acquire(path: Path, deadline: float) -> tuple[int, int]:
         directory = open_directory(path)
         try:
             lock = _open_lock(directory, path)
-            try:
-                take_lock(lock, path, deadline)
-                if _is_current(lock, directory, path):
-                    return directory, lock
-            except BaseException:
-                os.close(lock)
-                raise
-            release_lock(lock)  # somebody removed the lock or the directory: look again
+            if lock is not None:
+                try:
+                    take_lock(lock, path, deadline)
+                    if _is_current(lock, directory, path):
+                        return directory, lock
+                except BaseException:
+                    os.close(lock)
+                    raise
+                release_lock(lock)  # somebody removed the lock or the directory: look again
         except BaseException:
             os.close(directory)
             raise
@@ -264,17 +319,22 @@ def _acquire(path: Path, deadline: float) -> tuple[int, int]:
             raise GshareError(f"{path} is being replaced all the time; who removes it?")
 
 
-def _open_lock(directory: int, path: Path) -> int:
-    """Open, or make where missing. Never O_CREAT on an existing file: fs.protected_regular refuses that."""
+def _open_lock(directory: int, path: Path) -> int | None:
+    """Open, or make where missing; None when the directory itself has been removed.
+
+    Never O_CREAT on an existing file: fs.protected_regular refuses that.
+    """
     settled = time.monotonic() + _SETTLE_SECONDS
     while True:
         try:
             fd = os.open(LOCK, _READ, dir_fd=directory)
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                made = os.open(LOCK, os.O_RDWR | _CREATE, 0o600, dir_fd=directory)
-                os.fchmod(made, 0o644)
-                os.close(made)
+            try:
+                make_lock(directory, f"{TEMPORARY}{secrets.token_hex(6)}")
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise GshareError(f"{path / LOCK} cannot be made: {error.strerror}") from None
             continue
         except PermissionError:
             if time.monotonic() < settled:

@@ -8,6 +8,7 @@ own. On a real machine leave both variables out; then every user of the host sha
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-GSHARE = str(Path(sys.executable).with_name("gshare"))
+GSHARE = (sys.executable, "-m", "gshare.cli.main")
 
 #: A job that says where it runs and goes on until its input ends.
 JOB = """
@@ -31,14 +32,14 @@ sys.stdin.read()
 def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     """One `gshare gpu` command, shown; its output is ours, its exit code is looked at by the caller."""
     print("$ gshare gpu", *arguments, flush=True)
-    return subprocess.run([GSHARE, "gpu", *arguments], stdin=subprocess.DEVNULL, text=True, check=False)
+    return subprocess.run([*GSHARE, "gpu", *arguments], stdin=subprocess.DEVNULL, text=True, check=False)
 
 
 def start(name: str, gib: int) -> subprocess.Popen[str]:
     """A job under a reservation; closing its input ends it."""
     print(f"$ gshare gpu run --vram {gib} --task {name} -- python job.py {name} &", flush=True)
     command = [
-        GSHARE,
+        *GSHARE,
         "gpu",
         "run",
         "--vram",
@@ -56,7 +57,8 @@ def start(name: str, gib: int) -> subprocess.Popen[str]:
 
 def device() -> dict[str, list[dict[str, object]]]:
     """What `gshare gpu status --json` says of the one device."""
-    done = subprocess.run([GSHARE, "gpu", "status", "--json"], stdout=subprocess.PIPE, text=True, check=True)
+    command = [*GSHARE, "gpu", "status", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)["devices"][0]
 
 
@@ -68,6 +70,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
+    if importlib.util.find_spec("gshare") is None:
+        sys.exit(
+            f"{sys.executable} has no gshare: pip install -e . in the clone, or take a Python that has it"
+        )
     with tempfile.TemporaryDirectory(prefix="gshare-example-") as ledger:
         os.environ.update(GSHARE_DEVICES=str(HERE / "devices.toml"), GSHARE_LEDGER_DIR=ledger)
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -21,19 +21,29 @@ SHARED = 99 * 1024
 
 def cases() -> list[tuple]:
     """(kernel, signature, constexprs, num_warps, num_stages) of each."""
+    from gshare.kernels import attention_backward_triton as backward
     from gshare.kernels import attention_triton as forward
 
     out = []
     for heads, kv_heads, dim, window, dtype in SHAPES:
         size = 4 if dtype == "fp32" else 2
+        stride = (heads + 2 * kv_heads) * dim
         shape = dict(
-            ROW_STRIDE=(heads + 2 * kv_heads) * dim, HQ=heads, HKV=kv_heads, D=dim,
-            BLOCK_D=1 << (dim - 1).bit_length(), WINDOW=window, WIDEN=False,
+            STRIDE=stride, HQ=heads, HKV=kv_heads, D=dim, WIDTH=forward.padded(dim), WINDOW=window,
+            WIDEN=False,
         )  # fmt: skip
+        x, scalars = f"*{dtype}", dict(lse_stride="i32", scale_log2e="fp32")
+
         tiles = forward.forward_tiles(dim, size, heads // kv_heads, SHARED)
-        signature = dict(
-            qkv=f"*{dtype}", o=f"*{dtype}", lse="*fp32", blocks="*i32", lse_stride="i32", scale_log2e="fp32"
-        )
         cut = dict(BLOCK=tiles.block, SPLIT=forward.ROWS // tiles.block, HEADS=tiles.heads)
+        signature = dict(qkv=x, o=x, lse="*fp32", blocks="*i32") | scalars
         out.append((forward.attention_forward_kernel, signature, shape | cut, tiles.warps, tiles.stages))
+
+        tiles = backward.backward_tiles(dim, size, SHARED)
+        cut = dict(BLOCK=tiles.block, SPLIT=forward.ROWS // tiles.block, DO_STRIDE=heads * dim)
+        signature = dict(qkv=x, do=x, lse="*fp32", delta="*fp32", dqkv=x, blocks="*i32", scale="fp32")
+        signature = signature | scalars
+        out.append((backward.attention_dkv_kernel, signature, shape | cut, tiles.warps, tiles.stages))
+        signature = signature | dict(o=x)
+        out.append((backward.attention_dq_kernel, signature, shape | cut, tiles.warps, tiles.stages))
     return out

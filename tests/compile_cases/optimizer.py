@@ -7,6 +7,8 @@ from typing import Any
 
 def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
     """(kernel, signature, constexprs, num_warps, num_stages) for the compile test."""
+    from gshare.kernels.adamw_8bit_layout import GROUP
+    from gshare.kernels.adamw_8bit_triton import adamw_8bit_kernel
     from gshare.kernels.adamw_triton import adamw_kernel
     from gshare.kernels.grad_norm_triton import LANES, norms_kernel, square_sums_kernel
     from gshare.kernels.slot_table import BLOCK
@@ -29,4 +31,11 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
         signature = {**flats, "compute_ptr": compute, **tables, **of_adapter}
         constexprs = {"BLOCK": BLOCK, "HAS_COMPUTE": compute == "*bf16", "HAS_OVERFLOW": True, "ZERO": True}
         found.append((adamw_kernel, signature, constexprs, 8, 3))
+    flats = dict.fromkeys(("params_ptr", "grads_ptr"), "*fp32")
+    state = {"codes1_ptr": "*u8", "codes2_ptr": "*u8", "floats1_ptr": "*fp32", "floats2_ptr": "*fp32"}
+    tables = {"lookup_ptr": "*fp32", "matrices_ptr": "*i64", "groups_ptr": "*i32"}
+    for compute in ("*bf16", "*fp32"):
+        signature = {**flats, **state, "compute_ptr": compute, **tables, **of_adapter}
+        constexprs = {"HAS_COMPUTE": compute == "*bf16", "HAS_OVERFLOW": True, "ZERO": True}
+        found.append((adamw_8bit_kernel, signature, {"GROUP": GROUP, "BLOCK": 256, **constexprs}, 8, 3))
     return found

@@ -35,14 +35,19 @@ def fused_kernel(x, out, N: tl.constexpr):
 
 def cases() -> list[tuple[Any, ...]]:
     pair = {"x": "*fp32", "out": "*fp32"}
+    spilling = {"M": 128, "N": 128, "K": 32}
+    few = {"maxnreg": 96}
     product = {"x": "*bf16", "w": "*bf16", "out": "*fp32", "k": "i32"}
     return [
         (mistyped_kernel, pair, {"N": 128}, 4, 1),
         (fused_kernel, pair, {"N": 128, "M": 1}, 4, 1),
         (product_kernel, product, {"M": 256, "N": 128, "K": 128}, 8, 4),
-        (product_kernel, product, {"M": 128, "N": 128, "K": 32}, 4, 2, {"options": {"maxnreg": 96}}),
+        (product_kernel, product, spilling, 4, 2, {"options": few}),
+        # A case may allow more than is usual, and this much is not enough.
+        (product_kernel, product, spilling, 4, 2, {"options": few, "stack": 80}),
         (fused_kernel, pair, {"N": 128}, 4, 1, {"forbid": ["fma."]}),
         (fused_kernel, pair, {"N": 128}, 4, 1, {"require": ["st.global.v4.b32"]}),
-        # Right: nothing may be said about it.
+        # Right: nothing may be said about these.
+        (product_kernel, product, spilling, 4, 2, {"options": few, "stack": 4096}),
         (fused_kernel, pair, {"N": 128}, 4, 1, {"options": {"enable_fp_fusion": False}, "forbid": ["fma."]}),
     ]

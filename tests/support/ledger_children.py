@@ -22,6 +22,9 @@ TOTAL_MB = 10_000
 #: 85 % of it.
 USABLE_MB = 8_500
 
+#: The id of a boot that this is not.
+ANOTHER_BOOT = "01234567-89ab-cdef-0123-456789abcdef"
+
 #: No configuration file of anybody's.
 NO_CONFIG = {"XDG_CONFIG_HOME": "/nonexistent"}
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 _OS = (
     *("open", "close", "read", "write", "fsync", "rename", "unlink", "mkdir", "listdir", "stat", "fstat"),
     *("fstatvfs", "access", "dup", "kill", "waitpid", "posix_spawnp", "fchmod", "replace"),
+    *("chmod", "fchown", "link", "rmdir", "utime"),
 )
 #: `module.function` → I/O. `*`: everything of the module that is called.
 IO: dict[str, tuple[str, ...]] = {
