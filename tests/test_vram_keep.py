@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gshare.agent.errors import RetryLater
+from gshare.agent.errors import GshareError, RetryLater
 from gshare.agent.vram.guard import reserve
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.watch import run_program
@@ -50,7 +52,9 @@ def remove_both(directory: Path, row_id: str) -> None:
 
 
 def remove_directory(directory: Path, row_id: str) -> None:
-    shutil.rmtree(directory)
+    gone = directory.with_name("gone")
+    directory.rename(gone)  # at once: its holder may be writing
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def cut(directory: Path, row_id: str) -> None:
@@ -147,6 +151,30 @@ def test_a_row_that_stands_is_not_written_again(ledger: Ledger) -> None:
         assert after != before[0]
         reservation.keep()  # its own change is no damage
         assert row.stat().st_ino == after
+
+
+@pytest.mark.parametrize("damage", [damage for damage in EVERY if damage is not overwrite_in_place])
+def test_what_is_damaged_while_it_is_written_is_put_back_too(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    """Between the renaming and the look at what came of it, which must not take the damage for its own.
+
+    Not found is who keeps the size and sets the time back in that moment: no accident does.
+    """
+    with take(ledger, 5000) as reservation:
+        rename = os.rename
+
+        def and_damage(*names: str, **keys: int) -> None:
+            rename(*names, **keys)
+            time.sleep(0.02)  # the kernel's file times are some milliseconds apart
+            damage(ledger.directory, reservation.id)
+
+        with monkeypatch.context() as patch, contextlib.suppress(GshareError):
+            patch.setattr(os, "rename", and_damage)
+            reservation.record_use("load", 300)
+        reservation.keep()
+        assert rows(ledger) == {reservation.id: 5000}
+        assert ledger.look()[0].damaged == []
 
 
 def test_what_another_process_looks_after_is_left_alone(ledger: Ledger) -> None:

@@ -278,6 +278,22 @@ def test_a_signal_that_may_not_be_passed_on_is_said(ledger: Ledger, tmp_path: Pa
         assert run.end() == ["code 7"]
 
 
+def test_a_watcher_that_was_stopped_and_goes_on_sends_no_signal_of_its_own(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    """Ctrl-Z and fg. In CPython an interrupted `sigtimedwait` may return what was never received."""
+    with running(ledger, tmp_path) as run:
+        for _ in range(20):
+            os.kill(run.watcher.pid, signal.SIGSTOP)
+            until(lambda: "State:\tT" in Path(f"/proc/{run.watcher.pid}/status").read_text(encoding="utf-8"))
+            time.sleep(0.05)  # longer than between two looks
+            os.kill(run.watcher.pid, signal.SIGCONT)
+            time.sleep(0.03)
+        assert rows(ledger) == {run.row_id: 1000}
+        assert run.end() == ["code 7"]
+    assert files(ledger) == []
+
+
 @pytest.mark.parametrize("ignored", [True, False])
 def test_the_code_is_the_programs_also_where_sigchld_is_ignored(
     ledger: Ledger, tmp_path: Path, ignored: bool

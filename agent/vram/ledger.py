@@ -40,7 +40,6 @@ from gshare.agent.vram.settings import config_file, configured_factor, reserve_f
 from gshare.agent.vram.sources import open_devices
 from gshare.agent.vram.store import (
     LOCK_SECONDS,
-    NEVER,
     Store,
     is_same,
     locked,
@@ -297,14 +296,13 @@ class Ledger:
         )
         life = None if lease else store.create_life(f"row-{row.id}.life")
         try:
-            store.write(_file_of(row), encode(row))
+            written = store.write(_file_of(row), encode(row))
         except BaseException:
             if life is not None:
                 store.remove(f"row-{row.id}.life")
                 release_lock(life)
             raise
-        written = None if lease else store.stamp(_file_of(row)) or NEVER
-        return Grant(row=row, device=device, life=life, written=written)
+        return Grant(row=row, device=device, life=life, written=None if lease else written)
 
     def _count_passes(self, store: Store, view: View, passes: Sequence[str]) -> None:
         """One more for each waiter that is overtaken, in this user's own file: others' we cannot replace."""
@@ -362,10 +360,10 @@ def _write_row(store: Store, grant: Grant, row: Row) -> None:
         new = store.create_life(life)
         release_lock(grant.life)
         grant.life = new
-    store.write(_file_of(row), encode(row))
+    written = store.write(_file_of(row), encode(row))
     grant.row = row
     if grant.written is not None:
-        grant.written = store.stamp(_file_of(row)) or NEVER
+        grant.written = written
 
 
 def _leave(store: Store, place: Place) -> None:

@@ -68,11 +68,12 @@ class Stamp(NamedTuple):
     device: int
     inode: int
     size: int
+    modified_ns: int
     changed_ns: int
 
 
-#: The state of no file: of one that was gone before it could be looked at.
-NEVER = Stamp(0, 0, 0, 0)
+#: The state of no file: of one that something else changed before it could be looked at.
+NEVER = Stamp(0, 0, 0, 0, 0)
 
 
 class Unreadable(Exception):
@@ -110,9 +111,10 @@ class Store:
         finally:
             os.close(fd)
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> Stamp:
         """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half.
 
+        Its state with what was written in it; NEVER when something else has changed it since.
         A file of another user (root may replace one) keeps its owner and mode, or they could not change it
         any more. GshareError for more bytes than `read` takes: the file would block everybody.
         """
@@ -130,6 +132,7 @@ class Store:
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
+                made = _stamp_of(os.fstat(fd))
             finally:
                 os.close(fd)
             os.rename(temporary, name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
@@ -137,6 +140,8 @@ class Store:
             self.remove(temporary)
             raise
         os.fsync(self.directory)
+        named = stamp(name, self.directory)  # the renaming changed it too, but neither content nor its time
+        return named if named is not None and named[:-1] == made[:-1] else NEVER
 
     def _set_owner(self, fd: int, replaced: str) -> None:
         mode = 0o644
@@ -239,10 +244,6 @@ class Store:
         """Whether `name` is still the file that `fd` has open."""
         return is_same(name, fd, self.directory)
 
-    def stamp(self, name: str) -> Stamp | None:
-        """The file's state now; None when it is gone."""
-        return stamp(name, self.directory)
-
 
 def is_same(path: str | Path, fd: int, directory: int | None = None) -> bool:
     """Whether `path` is still the file that `fd` has open; needs no lock."""
@@ -256,10 +257,13 @@ def is_same(path: str | Path, fd: int, directory: int | None = None) -> bool:
 def stamp(path: str | Path, directory: int | None = None) -> Stamp | None:
     """The file's state now, None when it cannot be looked at; needs no lock."""
     try:
-        status = os.stat(path, dir_fd=directory, follow_symlinks=False)
+        return _stamp_of(os.stat(path, dir_fd=directory, follow_symlinks=False))
     except OSError:
         return None
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+def _stamp_of(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def note_look(life: int, boot_s: float) -> None:

@@ -12,7 +12,7 @@ The program's processes are known by descent and by `GSHARE_RESERVATION` in thei
 is read from the driver every `POLL_S`. A program can therefore overrun its reservation for up to that long
 before it is noticed.
 
-No signal handlers: SIGTERM, SIGHUP and SIGINT are blocked and taken by `sigtimedwait`, then passed on.
+No signal handlers: SIGTERM, SIGHUP and SIGINT are blocked, taken by `sigtimedwait` and passed on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _LOCK_S = 1.0
 
 #: `si_code` of a signal sent with kill(2). One from the terminal reaches the program by itself.
 _SI_USER = 0
-_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+#: Between two looks whether a signal came or the program ended. Slept, not waited for in `sigtimedwait`: when
+#: that is interrupted (Ctrl-Z and fg) and its time is over, CPython 3.11 returns a signal that nobody sent.
+_TURN_S = 0.05
 
 T = TypeVar("T")
 
@@ -84,16 +87,17 @@ def run_program(
 
 def _watch(child: Program, watcher: Watcher, name: str, poll_s: float) -> int:
     """Until the program is reaped: pass signals on, look at what it uses, stop it where that is too much."""
-    stopped = ""
+    stopped, next_look = "", time.monotonic()
     while child.poll() is None:
-        info = signal.sigtimedwait(_SIGNALS, poll_s)
-        if info is not None and info.si_signo != signal.SIGCHLD:
-            if info.si_signo != signal.SIGINT or info.si_code == _SI_USER:
-                watcher.send(child, info.si_signo)
-            continue
-        used = watcher.look(child.pid)
-        if not stopped and used is not None and watcher.is_too_much(used):
-            stopped = watcher.stop(child, name, used)
+        info = signal.sigtimedwait(_SIGNALS, 0)
+        if info is not None and (info.si_signo != signal.SIGINT or info.si_code == _SI_USER):
+            watcher.send(child, info.si_signo)
+        if time.monotonic() >= next_look:
+            used = watcher.look(child.pid)
+            if not stopped and used is not None and watcher.is_too_much(used):
+                stopped = watcher.stop(child, name, used)
+            next_look = time.monotonic() + poll_s
+        time.sleep(min(_TURN_S, poll_s))
     if stopped:
         raise GshareError(stopped)
     return child.wait()
