@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,10 @@ from cyclopts import Parameter
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import RunSpec
-from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
+from gshare.cli.estimate import run_estimate
+from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
+from gshare.cli.gpu_hold import hold_gpu, say
+from gshare.cli.gpu_plan import plan_gpu
 from gshare.cli.prepare import prepare, read_spec
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +40,7 @@ INEXACT_VARIABLE = "GSHARE_TEST_INEXACT"
 
 _NO_RUN_FLAGS = RunFlags()
 _NO_ADAPTER_FLAGS = AdapterFlags()
+_NO_GPU_FLAGS = ReserveFlags()
 
 
 def audit(
@@ -49,6 +54,7 @@ def audit(
     device: str = "auto",
     run_flags: RunFlags = _NO_RUN_FLAGS,
     adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
+    gpu_flags: ReserveFlags = _NO_GPU_FLAGS,
 ) -> int:
     """Train packed and alone, and compare byte for byte.
 
@@ -77,16 +83,24 @@ def audit(
     joins = _joins(join, run)
     if keep is not None and keep.exists():
         raise UsageError(f"--keep {keep}: exists already; choose a new directory")
+    plan = plan_gpu(gpu_flags, device)
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())
-    from gshare.agent.train.audit import audit as compare
-    from gshare.kernels.reference_backend import ReferenceBackend
-
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=False)
+    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
+    task = f"audit {', '.join(spec.name for spec in run.adapters)}"
     inexact = os.environ.get(INEXACT_VARIABLE) == "1"
     with ExitStack() as stack:
+        held = stack.enter_context(hold_gpu(plan, estimate, task, flags=gpu_flags, device=device))
+        from gshare.agent.base.device import pick_device
+        from gshare.agent.train.audit import audit as compare
+        from gshare.agent.train.gpu_guard import make_guard
+        from gshare.kernels.backend import pick_backend
+
+        where = pick_device(held.device)
+        guard = make_guard(held.reservation, asked=held.device, where=where, may_grow=held.may_grow, say=say)
         directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gshare-audit-")))
         status = stack.enter_context(console.status(Text("loading the base")))
 
@@ -98,8 +112,9 @@ def audit(
             run,
             requests,
             model_dir=model_dir,
-            device=device,
-            backend_factory=lambda: ReferenceBackend(exact=not inexact),
+            device=where,
+            guard=guard,
+            backend_factory=lambda: pick_backend(where, exact=not inexact),
             directory=directory,
             joins=joins,
             on_progress=progress,

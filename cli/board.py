@@ -70,6 +70,9 @@ class Board:
         elif isinstance(event, JobChanged):
             row.state, row.step, row.reason = event.state, event.step, event.reason
             row.total_steps = event.total_steps or row.total_steps
+            if event.last is not None:
+                row.loss, row.val_loss = event.last.loss, event.last.val_loss
+                row.best_val_loss = event.last.best_val_loss
             row.marks.clear()
 
     def leaderboard(self) -> list[Row]:

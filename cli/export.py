@@ -1,4 +1,4 @@
-"""`gshare export`: an adapter as files for others, alone or merged into its base."""
+"""`gshare export`: an adapter as files for others, alone or merged into its base; on the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from gshare.agent.errors import UsageError
+from gshare.cli.gpu_hold import without_gpu
 
 
 def export(
@@ -36,6 +37,12 @@ def export(
     """
     if (to is None) == (merge is None):
         raise UsageError("say either --to DIR (the adapter alone) or --merge DIR (base and adapter in one)")
+    # Copying and merging are on the CPU. Without a visible GPU they stay there, and need no reservation.
+    with without_gpu():
+        _export(adapter, to=to, merge=merge, model=model, base=base)
+
+
+def _export(adapter: Path, *, to: Path | None, merge: Path | None, model: str | None, base: str) -> None:
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())

@@ -8,11 +8,13 @@ Everything about the input is checked before the first byte is written under an 
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, UsageError
@@ -22,14 +24,12 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
+from gshare.cli.estimate import dry_run_json, run_estimate
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
-from gshare.cli.gpu_plan import GpuPlan, budget_line, plan_gpu, request_gpu, save_often
+from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu, save_often
 from gshare.cli.prepare import prepare, read_spec
 from rich.console import Console
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from gshare.agent.jobs.memory import MemoryEstimate
 
 #: Test hook: "module:class" of another engine, so that the processes can be tested without torch.
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
@@ -68,7 +68,7 @@ def finetune(
     resume
         Go on from the newest checkpoint in each output directory.
     json
-        One JSON line an event on stdout, the leaderboard last.
+        One JSON line an event on stdout, the leaderboard last; with --dry-run one object.
     detach
         Return when the trainer has started; `gshare jobs` follows and stops it.
     dry_run
@@ -84,22 +84,25 @@ def finetune(
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     check_sinks(report_to)
-    plan = plan_gpu(gpu_flags, device)
+    plan = plan_gpu(gpu_flags, device, outlives=detach)
     if gpu_flags.experimental_mps:
         run = save_often(run)
     _check_output_dirs(run, resume=resume)
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=resume)
     _check_prepared(run, model_dir, requests)
+    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
     gpu = None
     if plan is not None:
-        estimate = None if plan.vram_mb is not None else _estimate(run, model_dir, requests, plan)
-        gpu = request_gpu(plan, estimate, [request.spec.name for request in requests])
+        if plan.note:
+            console.print(Text(f"warning: {plan.note}"), soft_wrap=True)
+        gpu = request_gpu(plan, estimate, f"finetune {', '.join(request.spec.name for request in requests)}")
         console.print(Text(budget_line(plan, gpu)), soft_wrap=True)
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:
-        print(_estimate(run, model_dir, requests, plan).table())
+        it = estimate()
+        print(json_module.dumps(dry_run_json(run, model_dir, requests, it, gpu)) if json else it.table())
         return EXIT_OK
     collect_dead()
     config = TrainerConfig(
@@ -139,23 +142,6 @@ def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest
             ),
             resume=request.resume,
         )
-
-
-def _estimate(
-    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], plan: GpuPlan | None
-) -> MemoryEstimate:
-    from gshare.agent.base.config import read_config
-    from gshare.agent.jobs.memory import ModelShape, estimate_run, largest_pass
-
-    tokens, longest = largest_pass(run)
-    return estimate_run(
-        ModelShape.of(read_config(model_dir)),
-        [request.spec for request in requests],
-        base_dtype=run.base_dtype,
-        device="cpu" if plan is None else "cuda",
-        pass_tokens=tokens,
-        longest_row=longest,
-    )
 
 
 def _detach(config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str]) -> int:

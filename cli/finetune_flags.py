@@ -84,8 +84,8 @@ class AdapterFlags:
 
 @Parameter(name="*", group=GPU)
 @dataclass(frozen=True)
-class GpuFlags:
-    """What the trainer reserves before it touches a GPU. Without a GPU nothing is reserved."""
+class ReserveFlags:
+    """What is reserved before a GPU is touched. Without a GPU nothing is reserved."""
 
     vram: Annotated[
         str | None, Parameter(help="Memory to reserve: 8 (GiB), 8GiB, 8000MiB. Default: an estimate.")
@@ -103,6 +103,13 @@ class GpuFlags:
             help="By UUID, the beginning of one, or index; of several, with commas, any one is taken.",
         ),
     ] = None
+
+
+@Parameter(name="*", group=GPU)
+@dataclass(frozen=True)
+class GpuFlags(ReserveFlags):
+    """A trainer may share the GPU's cores too."""
+
     experimental_mps: Annotated[
         bool, Parameter(negative=(), help="Share the GPU's cores with others by NVIDIA MPS.")
     ] = False

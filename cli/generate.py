@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import BaseDtype
+from gshare.cli.estimate import generation_estimate
+from gshare.cli.finetune_flags import ReserveFlags
+from gshare.cli.gpu_hold import Held, hold_gpu, say
+from gshare.cli.gpu_plan import plan_gpu
+
+if TYPE_CHECKING:
+    from gshare.agent.base.decoder import Decoder
+    from gshare.agent.base.generate import LoadedLora
+
+_NO_GPU_FLAGS = ReserveFlags()
 
 
 def generate(
@@ -27,6 +40,7 @@ def generate(
     base_dtype: BaseDtype | None = None,
     device: str = "auto",
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    gpu_flags: ReserveFlags = _NO_GPU_FLAGS,
 ) -> None:
     """Answer PROMPT; greedy unless --temperature is given. The answer goes to stdout as it comes.
 
@@ -73,61 +87,91 @@ def generate(
         raise UsageError(f"--temperature {temperature}: must be 0 (greedy), or from 1e-6 to 1e6")
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed {shorten(seed, 40)}: must be from 0 to {2**63 - 1}")
+    plan = plan_gpu(gpu_flags, device)
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())
-    from gshare.agent.base.decoder import Decoder
-    from gshare.agent.base.device import pick_device
-    from gshare.agent.base.generate import generate_tokens
-    from gshare.agent.base.load import load_base
+    from gshare.agent.base.config import read_config
     from gshare.agent.base.resolve import resolve_model
     from gshare.agent.data.build import load_tokenizer
-    from gshare.agent.train.peft_files import check_fits, load_lora, trained_dtype
+    from gshare.agent.train.peft_files import trained_dtype
     from gshare.cli.paths import cache_dir
-    from gshare.kernels.backend import pick_backend
 
     dtype = base_dtype or (trained_dtype(adapter) if adapter is not None else None) or "bf16"
-    resolved = resolve_model(model, cache_dir=cache_dir(), base_dtype=dtype)
-    where = pick_device(device)
-    tokenizer = load_tokenizer(resolved.path)
+    model_dir = resolve_model(model, cache_dir=cache_dir(), base_dtype=dtype).path
+    tokenizer = load_tokenizer(model_dir)
     tokens = _encode(tokenizer, prompt, system=system, raw=raw)
-    base = load_base(resolved.path, base_dtype=dtype, device=where)
-    if len(tokens) >= base.config.max_position_embeddings:
-        raise UsageError(
-            f"the prompt has {len(tokens)} tokens; "
-            f"the model has {base.config.max_position_embeddings} positions"
-        )
-    lora = None
-    if adapter is not None:
-        lora = load_lora(adapter, where, base.compute_dtype)
-        check_fits(lora, base.config, adapter)
-    stop = {*base.config.eos_token_ids}
-    if tokenizer.eos_token_id is not None:
-        stop.add(int(tokenizer.eos_token_id))
+    positions = read_config(model_dir).max_position_embeddings
+    if len(tokens) >= positions:
+        raise UsageError(f"the prompt has {len(tokens)} tokens; the model has {positions} positions")
+    estimate = partial(
+        generation_estimate,
+        model_dir,
+        adapter,
+        base_dtype=dtype,
+        prompt_tokens=len(tokens),
+        new_tokens=max_new_tokens,
+    )
     answer: list[int] = []
     shown = ""
-    for token in generate_tokens(
-        Decoder(base, pick_backend(where)),
-        tokens,
-        lora=lora,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=frozenset(stop),
+    with (
+        hold_gpu(plan, estimate, f"generate {model_dir.name}", flags=gpu_flags, device=device) as held,
+        _loaded(held, model_dir, dtype, adapter) as (decoder, lora),
     ):
-        if token in stop:
-            break
-        answer.append(token)
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        # A character may span tokens: half of one decodes to U+FFFD, and is held back.
-        if not json_output and not text.endswith("�"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        from gshare.agent.base.generate import generate_tokens
+
+        stop = {*decoder.config.eos_token_ids}
+        if tokenizer.eos_token_id is not None:
+            stop.add(int(tokenizer.eos_token_id))
+        for token in generate_tokens(
+            decoder,
+            tokens,
+            lora=lora,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=frozenset(stop),
+        ):
+            if token in stop:
+                break
+            answer.append(token)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            # A character may span tokens: half of one decodes to U+FFFD, and is held back.
+            if not json_output and not text.endswith("\ufffd"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
     text = tokenizer.decode(answer, skip_special_tokens=True)
     if json_output:
         print(json.dumps({"prompt": prompt, "answer": text, "tokens": len(answer)}, ensure_ascii=False))
     else:
         print(text[len(shown) :])
+
+
+@contextmanager
+def _loaded(
+    held: Held, model_dir: Path, dtype: str, adapter: Path | None
+) -> Iterator[tuple[Decoder, LoadedLora | None]]:
+    """The model under the reservation. GshareError when it, or what is done with it, runs out of memory."""
+    from gshare.agent.base.decoder import Decoder
+    from gshare.agent.base.device import pick_device
+    from gshare.agent.base.load import load_base
+    from gshare.agent.train.gpu_guard import make_guard
+    from gshare.agent.train.out_of_memory import told
+    from gshare.agent.train.peft_files import check_fits, load_lora
+    from gshare.kernels.backend import pick_backend
+
+    where = pick_device(held.device)
+    guard = make_guard(held.reservation, asked=held.device, where=where, may_grow=held.may_grow, say=say)
+    lora = None
+    with told("the base", guard):
+        base = load_base(model_dir, base_dtype=dtype, device=where)
+        if adapter is not None:
+            lora = load_lora(adapter, where, base.compute_dtype)
+            check_fits(lora, base.config, adapter)
+    guard.record("load")
+    with told("the answer", guard):
+        yield Decoder(base, pick_backend(where)), lora
+    guard.record("generate")
 
 
 def _encode(tokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:

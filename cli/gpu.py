@@ -8,6 +8,7 @@
     gshare gpu trace RUN [--export trace.json]
 
 `--vram 8` is GiB; 8GiB and 8000MiB are understood too. GSHARE_DEVICES names a file of simulated devices.
+A gshare inside `gpu run` uses its reservation (agent/vram/inherit.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""What `gshare finetune` reserves: from its GPU flags to the request that the trainer takes along.
+"""What a command reserves: from its GPU flags to the request that the trainer, or the command itself, takes.
 
-What can be known to be wrong is found here, before a trainer is started: amounts, names of devices, a budget
+What can be known to be wrong is found here, before anything is started: amounts, names of devices, a budget
 that no device can ever hold, MPS where it is refused.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -21,11 +22,14 @@ from gshare.agent.vram.budget import parse_budget, parse_duration, show_mb, with
 from gshare.agent.vram.devices import Device
 from gshare.agent.vram.guard import WAIT_SECONDS
 from gshare.agent.vram.identify import find_devices, visible_devices
+from gshare.agent.vram.inherit import NotInherited, find_inheritable
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.machine import DeviceState, Never, Request, best_decision, decide
 from gshare.agent.vram.mps import SAVE_STEPS, mps_environment
+from gshare.agent.vram.owners import RESERVATION_VARIABLE
+from gshare.agent.vram.rows import Row
 from gshare.agent.vram.sources import is_simulated
-from gshare.cli.finetune_flags import GpuFlags
+from gshare.cli.finetune_flags import GpuFlags, ReserveFlags
 
 #: A task is one line in other users' status.
 MAX_TASK = 80
@@ -34,7 +38,11 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:([0-9]{1,3})")
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """The flags read and the devices found: one of `devices` will be used."""
+    """The flags read and the devices found: one of `devices` will be used.
+
+    `inherited`: the row of the `gpu run` around us, which is used instead of a new one. `note`: why one that
+    is named is not.
+    """
 
     ledger: Ledger
     devices: tuple[Device, ...]
@@ -42,15 +50,22 @@ class GpuPlan:
     timeout_s: float
     mps: bool
     mps_share: int | None
+    inherited: Row | None = None
+    note: str = ""
 
 
-def plan_gpu(flags: GpuFlags, device: str) -> GpuPlan | None:
-    """What to reserve on; None when the run is on the CPU and reserves nothing. UsageError names the flag."""
+def plan_gpu(flags: ReserveFlags, device: str, *, outlives: bool = False) -> GpuPlan | None:
+    """What to reserve on; None when the run is on the CPU and reserves nothing. UsageError names the flag.
+
+    `outlives`: the run goes on when this process has ended, and so after the `gpu run` around it.
+    """
     vram_mb = parse_budget(flags.vram) if flags.vram is not None else None
     if flags.timeout is not None and not flags.wait_gpu:
         raise UsageError("--timeout and --no-wait-gpu: give one of them")
     timeout_s = WAIT_SECONDS if flags.timeout is None else parse_duration(flags.timeout, what="--timeout")
-    if flags.gpu_share is not None and not flags.experimental_mps:
+    mps = isinstance(flags, GpuFlags) and flags.experimental_mps
+    mps_share = flags.gpu_share if isinstance(flags, GpuFlags) else None
+    if mps_share is not None and not mps:
         raise UsageError("--gpu-share is for --experimental-mps; give both or none")
     match = _DEVICE.fullmatch(device)
     if match is None:
@@ -58,48 +73,52 @@ def plan_gpu(flags: GpuFlags, device: str) -> GpuPlan | None:
     if device != "auto" and flags.gpus is not None:
         raise UsageError(f"--gpus and --device {device}: give one of them")
     if device == "cpu" and not is_simulated():
-        _check_cpu(flags)
+        _check_cpu(flags, mps=mps)
         return None
     ledger = Ledger()
     devices = _candidates(ledger, flags.gpus, device, match[1])
     if not devices:
-        _check_cpu(flags)
+        _check_cpu(flags, mps=mps)
         return None
-    return GpuPlan(
+    plan = GpuPlan(
         ledger=ledger,
         devices=devices,
         vram_mb=vram_mb,
         timeout_s=timeout_s if flags.wait_gpu else 0.0,
-        mps=flags.experimental_mps,
-        mps_share=flags.gpu_share,
+        mps=mps,
+        mps_share=mps_share,
     )
+    return _with_inherited(plan, outlives=outlives)
 
 
-def request_gpu(plan: GpuPlan, estimate: MemoryEstimate | None, names: Sequence[str]) -> GpuRequest:
-    """The request of a run with adapters `names`; `estimate` where the plan has no budget of its own.
+def request_gpu(plan: GpuPlan, estimate: Callable[[], MemoryEstimate], task: str) -> GpuRequest:
+    """The request of a run; `task` is for other users, `estimate` where there is no budget otherwise.
 
     UsageError when no device can ever hold it, or MPS is refused.
     """
     if plan.vram_mb is not None:
         budget_mb = plan.vram_mb
+    elif plan.inherited is not None:
+        budget_mb = plan.inherited.budget_mb
     else:
-        assert estimate is not None
-        budget_mb = with_allowance(estimate.total)
+        budget_mb = with_allowance(estimate().total)
     _check_fits(plan, budget_mb)
     devices = _with_mps(plan, budget_mb) if plan.mps else plan.devices
-    task = f"finetune {', '.join(names)}"
     return GpuRequest(
         budget_mb=budget_mb,
         gpus=tuple(device.uuid for device in devices),
         task=task if len(task) <= MAX_TASK else task[: MAX_TASK - 1] + "…",
         timeout_s=plan.timeout_s,
-        may_grow=plan.vram_mb is None,
+        may_grow=plan.vram_mb is None and plan.inherited is None,
         mps_share=plan.mps_share if plan.mps else None,
+        inherit=plan.inherited.id if plan.inherited is not None else "",
     )
 
 
 def budget_line(plan: GpuPlan, request: GpuRequest) -> str:
     """The budget, and where it comes from."""
+    if plan.inherited is not None:
+        return f"GPU memory: {show_mb(request.budget_mb)} of reservation {request.inherit} (`gshare gpu run`)"
     source = (
         "--vram"
         if plan.vram_mb is not None
@@ -117,9 +136,34 @@ def save_often(run: RunSpec) -> RunSpec:
     return msgspec.structs.replace(run, adapters=adapters)
 
 
-def _check_cpu(flags: GpuFlags) -> None:
+def _with_inherited(plan: GpuPlan, *, outlives: bool) -> GpuPlan:
+    """The plan with the reservation of the `gpu run` around us. UsageError for what cannot be had in it."""
+    name = os.environ.get(RESERVATION_VARIABLE)
+    if not name:
+        return plan
+    shown = f"{RESERVATION_VARIABLE}={shorten(name)}"
+    if outlives:
+        return replace(plan, note=f"{shown} is not used: a detached run outlives it; reserving anew")
+    try:
+        row = find_inheritable(plan.ledger, name, plan.devices).row
+    except NotInherited as error:
+        return replace(plan, note=f"{shown} is not used: {error}; reserving anew")
+    if plan.mps:
+        raise UsageError(
+            f"--experimental-mps: this runs under reservation {row.id} of `gshare gpu run`, which has no "
+            "share of the GPU's threads; leave one of the two out"
+        )
+    if plan.vram_mb is not None and plan.vram_mb > row.budget_mb:
+        raise UsageError(
+            f"--vram: {plan.vram_mb} MiB are more than the {row.budget_mb} MiB of reservation {row.id}, "
+            "under which this runs; raise the --vram of `gshare gpu run`"
+        )
+    return replace(plan, inherited=row)
+
+
+def _check_cpu(flags: ReserveFlags, *, mps: bool) -> None:
     """What makes no sense without a GPU is an error; a budget alone is not, so that one command fits all."""
-    if flags.gpus is not None or flags.experimental_mps:
+    if flags.gpus is not None or mps:
         what = "--gpus" if flags.gpus is not None else "--experimental-mps"
         raise UsageError(f"{what}: the run is on the CPU; leave it out, or see `gshare doctor`")
 

@@ -27,6 +27,11 @@ def bias_corrections(beta1: float, beta2: float, step: int) -> tuple[float, floa
     return 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
 
 
+def adamw_scratch(param: Tensor) -> Tensor:
+    """(2, min(CHUNK, elements)), float32: all that a step of `param` has to allocate."""
+    return torch.empty(2, min(CHUNK, param.numel()), dtype=torch.float32, device=param.device)
+
+
 def adamw_step_(
     param: Tensor,
     grad: Tensor,
@@ -39,8 +44,12 @@ def adamw_step_(
     eps: float,
     weight_decay: float,
     step: int,
+    scratch: Tensor | None = None,
 ) -> None:
     """One AdamW step in place. All tensors float32, of one shape, contiguous; `grad` is not written.
+
+    Nothing is allocated once the first operand has changed, so running out of memory changes none of them;
+    with `scratch` (of `adamw_scratch`) nothing is allocated at all.
 
     With c1 = 1 - beta1^step and c2 = sqrt(1 - beta2^step), scalars computed in float64 and rounded to
     float32 once where they meet a tensor, every tensor operation rounded to float32 in this order:
@@ -58,13 +67,15 @@ def adamw_step_(
     correction1, correction2 = bias_corrections(beta1, beta2, step)
     step_size, decay = lr / correction1, 1.0 - lr * weight_decay
 
+    first, second = scratch if scratch is not None else adamw_scratch(param)
     flats = [t.view(-1) for t in operands]
     for start in range(0, param.numel(), CHUNK):
         p, g, m, v = (t[start : start + CHUNK] for t in flats)
-        scratch = g * (1.0 - beta1)
-        m.mul_(beta1).add_(scratch)
-        torch.mul(g, 1.0 - beta2, out=scratch)
-        v.mul_(beta2).add_(scratch.mul_(g))
-        denominator = torch.sqrt(v, out=scratch).div_(correction2).add_(eps)
-        update = (m / denominator).mul_(step_size)
+        term, update = first[: p.numel()], second[: p.numel()]
+        torch.mul(g, 1.0 - beta1, out=term)
+        m.mul_(beta1).add_(term)
+        torch.mul(g, 1.0 - beta2, out=term)
+        v.mul_(beta2).add_(term.mul_(g))
+        denominator = torch.sqrt(v, out=term).div_(correction2).add_(eps)
+        torch.div(m, denominator, out=update).mul_(step_size)
         p.mul_(decay).sub_(update)

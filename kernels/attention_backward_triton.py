@@ -5,9 +5,10 @@
     dq = scale · dS k;   dk = scale · dSᵀ q;   dv = Pᵀ dO           (FlashAttention-2, arXiv:2307.08691, B)
 
 Two launches and no atomics. The first makes dq and Δ, one program a block of query rows and head, walking key
-blocks in order. The second makes dk and dv, one program a block of keys and key head, walking the group's query
-heads in order and, for each, the query blocks from the diagonal on. P and dS are rounded to qkv's dtype before
-they multiply; every sum is one fp32 accumulator in that order, so a row's bits depend on its sequence alone.
+blocks in order. The second makes dk and dv, one program a block of keys and key head, walking the group's
+query heads in order and, for each, the query blocks from the diagonal on. P and dS are rounded to qkv's dtype
+before they multiply; every sum is one fp32 accumulator in that order, so a row's bits depend on its sequence
+alone.
 """
 
 from __future__ import annotations
@@ -17,31 +18,38 @@ import triton
 import triton.language as tl
 from gshare.kernels.attention_triton import (
     LOG2E,
-    ROWS,
     Tiles,
     check_qkv,
     load_tile,
     lowest_key,
     padded,
     partly_visible,
-    shared_memory,
     store_tile,
     visible,
 )
+from gshare.kernels.launch import assert_aligned, assert_rows
 from gshare.kernels.triton_common import INTERPRET, dot
+from gshare.kernels.triton_rounding import round_to
 
 
-def backward_tiles(dim: int, itemsize: int, shared: int) -> Tiles:
-    """Tiles of both backward kernels, as `forward_tiles`."""
+def query_tiles(dim: int, itemsize: int) -> Tiles:
+    """Tiles of the dq kernel, at most 96 KiB of shared memory. Unlike the forward's, its fp32 accumulator has
+    two operands beside it that live through the walk, hence more warps."""
     if itemsize == 4:
-        return Tiles(block=32 if dim <= 64 else 16, heads=1, warps=4, stages=1)
-    if dim > 128:  # six tiles of 64 rows are more than the smaller cards' shared memory
-        return Tiles(block=32, heads=1, warps=4, stages=1)
-    width = padded(dim) * itemsize
-    # Two resident tiles and two of each stage: 96.5 KiB at D = 128. 8 warps would not spill there (on sm_90 the
-    # key kernel spills 112 bytes) but take so many registers that one program fills a multiprocessor.
-    stages = min(2, max(1, (shared - 1024 - 2 * 64 * width) // (2 * 64 * width)))
-    return Tiles(block=64, heads=1, warps=4, stages=stages)
+        return Tiles(block=32 if dim <= 64 else 16, heads=1, warps=8, stages=1)
+    if dim > 128:
+        return Tiles(block=32, heads=1, warps=8, stages=1)
+    return Tiles(block=64, heads=1, warps=4, stages=2)
+
+
+def key_tiles(dim: int, itemsize: int, major: int) -> Tiles:
+    """Tiles of the dk and dv kernel on a card of compute capability `major`.x: two accumulators."""
+    if itemsize == 4 or dim > 128:
+        return query_tiles(dim, itemsize)
+    if dim > 64:  # 4 warps would spill 112 bytes on sm_90
+        return Tiles(block=64, heads=1, warps=8, stages=2)
+    # Where operands of a product come from registers, loads that run ahead spill up to 296 bytes.
+    return Tiles(block=64, heads=1, warps=4, stages=2 if major in (9, 10) else 1)
 
 
 @triton.jit(do_not_specialize=["lse_stride"])
@@ -84,7 +92,7 @@ def attention_dq_kernel(
             key = j + tl.arange(0, BLOCK)
             s = tl.where(visible(query[:, None], key[None, :], WINDOW), s, float("-inf"))
         ds = tl.exp2(s * scale_log2e - lse_row[:, None]) * (dp - delta_row[:, None])
-        acc = dot(ds.to(k.dtype), k, acc, WIDEN)
+        acc = dot(round_to(ds, k.dtype), k, acc, WIDEN)
     store_tile(dq_head, acc * scale, token, end, (HQ + 2 * HKV) * D, D, WIDTH, BLOCK, 1)
 
 
@@ -103,7 +111,7 @@ def attention_dkv_kernel(
     STRIDE: tl.constexpr, DO_STRIDE: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, b): key head h, keys of part b % SPLIT of the entry that lies b // SPLIT from the table's end."""
+    """Program (h, b): key head h, keys of part b % SPLIT of entry b // SPLIT counted from the table's end."""
     kv_head = tl.program_id(0)
     # From the end: the forward's longest walks first are this kernel's shortest.
     entry = blocks + (tl.num_programs(1) - 1 - tl.program_id(1)) // SPLIT * 3
@@ -141,10 +149,10 @@ def attention_dkv_kernel(
         if partly_visible(i, first, BLOCK, WINDOW):
             s = tl.where(visible(query[None, :], key[:, None], WINDOW), s, float("-inf"))
         p = tl.exp2(s * scale_log2e - lse_row[None, :])
-        dv = dot(p.to(dout.dtype), dout, dv, WIDEN)
+        dv = dot(round_to(p, dout.dtype), dout, dv, WIDEN)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK, BLOCK], tl.float32), WIDEN)
         ds = p * (dp - delta_row[None, :])
-        dk = dot(ds.to(q.dtype), q, dk, WIDEN)
+        dk = dot(round_to(ds, q.dtype), q, dk, WIDEN)
     store_tile(dk_head, dk * scale, token, end, (HQ + 2 * HKV) * D, D, WIDTH, BLOCK, 1)
     store_tile(dk_head + HKV * D, dv, token, end, (HQ + 2 * HKV) * D, D, WIDTH, BLOCK, 1)
 
@@ -169,21 +177,24 @@ def attention_backward(
     dim = check_qkv(qkv, blocks, heads, kv_heads, scale)
     rows = qkv.shape[0]
     assert do.shape == o.shape == (rows, heads * dim), (do.shape, o.shape)
-    assert (do.dtype, do.stride(1), o.is_contiguous()) == (qkv.dtype, 1, True)
-    assert lse.shape == (heads, rows) and lse.is_contiguous()
+    assert do.dtype == o.dtype == qkv.dtype, (do.dtype, o.dtype)
+    assert lse.shape == (heads, rows), lse.shape
+    assert_rows(do)
+    assert_aligned(o, lse)
     dqkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=qkv.dtype, device=qkv.device)
     delta = torch.empty_like(lse)
-    tiles = backward_tiles(dim, qkv.element_size(), shared_memory(qkv.device))
-    split = ROWS // tiles.block
-    common = dict(
+    major = torch.cuda.get_device_capability(qkv.device)[0] if qkv.is_cuda else 0
+    for_queries = query_tiles(dim, qkv.element_size())
+    for_keys = key_tiles(dim, qkv.element_size(), major)
+    shape = dict(
         STRIDE=qkv.stride(0), DO_STRIDE=do.stride(0), HQ=heads, HKV=kv_heads, D=dim, WIDTH=padded(dim),
-        BLOCK=tiles.block, SPLIT=split, WINDOW=window or 0, WIDEN=INTERPRET, **tiles.options,
+        WINDOW=window or 0, WIDEN=INTERPRET,
     )  # fmt: skip
-    grid = blocks.shape[0] * split
-    attention_dq_kernel[heads, grid](
-        qkv, do, o, lse, delta, dqkv, blocks, rows, scale, scale * LOG2E, **common
+    scales = (scale, scale * LOG2E)
+    attention_dq_kernel[heads, blocks.shape[0] * for_queries.parts](
+        qkv, do, o, lse, delta, dqkv, blocks, rows, *scales, **shape, **for_queries.constants
     )
-    attention_dkv_kernel[kv_heads, grid](
-        qkv, do, lse, delta, dqkv, blocks, rows, scale, scale * LOG2E, **common
+    attention_dkv_kernel[kv_heads, blocks.shape[0] * for_keys.parts](
+        qkv, do, lse, delta, dqkv, blocks, rows, *scales, **shape, **for_keys.constants
     )
     return dqkv

@@ -24,7 +24,9 @@ from itertools import pairwise
 import torch
 import triton
 import triton.language as tl
+from gshare.kernels.launch import assert_rows
 from gshare.kernels.triton_common import INTERPRET, dot
+from gshare.kernels.triton_rounding import round_to
 
 #: Rows of one entry of the block table.
 ROWS = 64
@@ -65,9 +67,19 @@ class Tiles:
     stages: int
 
     @property
-    def options(self) -> dict[str, int]:
-        """Of a launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def parts(self) -> int:
+        """Programs that share one entry of the block table."""
+        return ROWS // self.block
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What a launch passes on: the kernel's constants and its options."""
+        return {
+            "BLOCK": self.block,
+            "SPLIT": self.parts,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def padded(dim: int) -> int:
@@ -75,25 +87,18 @@ def padded(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-def forward_tiles(dim: int, itemsize: int, group: int, shared: int) -> Tiles:
-    """Tiles for head size `dim`, `group` query heads a key head, `shared` bytes of shared memory a block."""
+def forward_tiles(dim: int, itemsize: int, group: int) -> Tiles:
+    """Tiles for head size `dim` and `group` query heads a key head: no spilled registers, and at most 96 KiB
+    of shared memory a program, which every card has."""
     if itemsize == 4:  # no tensor cores: operands of a dot live in registers
         return Tiles(block=32 if dim <= 128 else 16, heads=1, warps=4, stages=1)
     if dim > 128:  # the accumulator of 64 rows fills 4 warps' registers
         return Tiles(block=64, heads=1, warps=8, stages=1)
+    if dim > 64:
+        return Tiles(block=64, heads=1, warps=4, stages=2)
     # Two heads on one load of the keys where registers leave room for two such programs on a multiprocessor.
-    heads = 2 if dim <= 64 and group % 2 == 0 else 1
-    width = padded(dim) * itemsize
-    # queries once, keys and values once a stage, 1 KiB for what the compiler adds
-    stages = min(3, max(1, (shared - 1024 - heads * 64 * width) // (2 * 64 * width)))
-    return Tiles(block=64, heads=heads, warps=4 * heads, stages=stages)
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may have."""
-    if device.type != "cuda":
-        return 99 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    heads = 2 if group % 2 == 0 else 1
+    return Tiles(block=64, heads=heads, warps=4 * heads, stages=3)
 
 
 @triton.jit
@@ -133,7 +138,7 @@ def store_tile(
 ):  # fmt: skip
     """The inverse of `load_tile`; rounds to the dtype of `base`."""
     mask = _inside(token, end, D, WIDTH, BLOCK, HEADS)
-    rounded = value.to(base.dtype.element_ty)
+    rounded = round_to(value, base.dtype.element_ty)
     tl.store(_pointers(base, token, STRIDE, D, WIDTH, BLOCK, HEADS), rounded, mask=mask)
 
 
@@ -205,7 +210,7 @@ def attention_forward_kernel(
         p = tl.exp2(s * scale_log2e - base[:, None])
         keep = tl.exp2(m - base)
         total = total * keep + tl.sum(p, 1)
-        acc = dot(p.to(v.dtype), v, acc * keep[:, None], WIDEN)
+        acc = dot(round_to(p, v.dtype), v, acc * keep[:, None], WIDEN)
         m = m_next
     store_tile(o_head, acc / total[:, None], token, end, HQ * D, D, WIDTH, BLOCK, HEADS)
     row = (head + tl.arange(0, HEADS * BLOCK) // BLOCK).to(tl.int64) * lse_stride + start + query
@@ -217,7 +222,7 @@ def check_qkv(qkv: torch.Tensor, blocks: torch.Tensor, heads: int, kv_heads: int
     dim, rest = divmod(qkv.shape[1], heads + 2 * kv_heads)
     assert (rest, heads % kv_heads) == (0, 0), (qkv.shape, heads, kv_heads)
     assert dim in range(16, 257, 16), f"head size {dim}"
-    assert qkv.stride(1) == 1, qkv.stride()
+    assert_rows(qkv)
     assert qkv.dtype in (torch.bfloat16, torch.float32), qkv.dtype
     assert (blocks.dtype, blocks.shape[1:], blocks.stride()) == (torch.int32, (3,), (3, 1))
     assert scale > 0  # the maximum is taken before scaling
@@ -237,12 +242,10 @@ def attention_forward(
     rows = qkv.shape[0]
     o = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=qkv.device)
-    tiles = forward_tiles(dim, qkv.element_size(), heads // kv_heads, shared_memory(qkv.device))
-    split = ROWS // tiles.block
-    attention_forward_kernel[heads // tiles.heads, blocks.shape[0] * split](
+    tiles = forward_tiles(dim, qkv.element_size(), heads // kv_heads)
+    attention_forward_kernel[heads // tiles.heads, blocks.shape[0] * tiles.parts](
         qkv, o, lse, blocks, rows, scale * LOG2E,
-        STRIDE=qkv.stride(0), HQ=heads, HKV=kv_heads, D=dim, WIDTH=padded(dim),
-        BLOCK=tiles.block, SPLIT=split, HEADS=tiles.heads, WINDOW=window or 0, WIDEN=INTERPRET,
-        **tiles.options,
+        STRIDE=qkv.stride(0), HQ=heads, HKV=kv_heads, D=dim, WIDTH=padded(dim), HEADS=tiles.heads,
+        WINDOW=window or 0, WIDEN=INTERPRET, **tiles.constants,
     )  # fmt: skip
     return o, lse

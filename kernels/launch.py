@@ -31,3 +31,14 @@ def assert_aligned(*tensors: torch.Tensor | None) -> None:
         if tensor is not None:
             assert tensor.is_contiguous(), f"contiguous rows needed, got strides {tensor.stride()}"
             assert tensor.data_ptr() % 16 == 0, "a view that does not start at a multiple of 16 bytes"
+
+
+def assert_rows(*tensors: torch.Tensor) -> None:
+    """`assert_aligned` for matrices that may be columns of a wider buffer: every row starts at a multiple of
+    16 bytes."""
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1, f"contiguous rows needed, got strides {tensor.stride()}"
+        assert tensor.stride(0) * tensor.element_size() % 16 == 0, (
+            "rows do not start at multiples of 16 bytes"
+        )
+        assert tensor.data_ptr() % 16 == 0, "a view that does not start at a multiple of 16 bytes"

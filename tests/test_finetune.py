@@ -46,7 +46,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     monkeypatch.setenv(command.RUNNER_VARIABLE, "fake_runner:FakeRunner")
     monkeypatch.chdir(tmp_path)
     for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
 from gshare.agent.vram.devices import Device, HostMemory
@@ -319,6 +320,46 @@ def test_the_budget_is_the_estimate_with_its_allowance_and_is_shown(
     total = float(next(row for row in captured.out.splitlines() if row.startswith("total")).split()[1])
     assert 0 <= budget - (768 + 64 + 1.1 * total) < 1.2
     assert line.endswith("(estimate, with CUDA's context, workspaces and fragmentation; --vram sets it)")
+
+
+def test_a_dry_run_as_json_is_one_object_with_what_the_table_says(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(run: RunSpec, console: object, *, resume: bool) -> tuple[Path, list[JobRequest]]:
+        return tiny_checkpoint, [
+            JobRequest(spec=spec, train_store="/nonexistent", train_hash="0" * 64, resume=resume)
+            for spec in run.adapters
+        ]
+
+    monkeypatch.setattr(command, "prepare", prepare)
+    arguments = flags("a", "steps=9", "--dry-run", "--max-length", "64", "--base-dtype", "int8")
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert set(found) == {
+        *("type", "model", "model_dir", "base_dtype", "schedule", "adapters", "gpu", "memory"),
+    }
+    assert (found["type"], found["base_dtype"], found["schedule"]) == ("dry_run", "int8", "synchronized")
+    (adapter,) = found["adapters"]
+    assert (adapter["name"], adapter["output_dir"]) == ("a", str(Path("out/a").absolute()))
+    memory = found["memory"]
+    assert memory["device"] == "cuda"
+    assert memory["total_bytes"] == sum(part["bytes"] for part in memory["parts"] if not part["host"])
+    names = [row.split()[0] for row in table.splitlines()]
+    assert names == [*(part["name"] for part in memory["parts"]), "total"]
+    assert f"{memory['total_bytes'] / 2**20:,.1f} MiB" in table.splitlines()[-1]
+    assert found["gpu"]["gpus"] == ["GPU-aaaa-1"]
+    assert found["gpu"]["reservation"] is None
+    assert 768 + 64 < found["gpu"]["budget_mb"] < 900
+    assert main([*arguments, "--json", "--vram", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["budget_mb"] == 3072
+    monkeypatch.delenv("GSHARE_DEVICES")
+    assert main([*arguments, "--json", "--device", "cpu"]) == 0
+    on_cpu = json.loads(capsys.readouterr().out)
+    assert (on_cpu["gpu"], on_cpu["memory"]["device"]) == (None, "cpu")
+    assert not Path("out").exists()
 
 
 def test_every_field_of_the_flags_is_in_the_help(capsys: pytest.CaptureFixture) -> None:

@@ -56,16 +56,12 @@ def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
         rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = [text for key, value in OPTIONS.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "gshare.cli.main", "finetune", "--model", str(tiny_checkpoint)),
-            *("--base-dtype", "fp32", "--device", "cpu", *flags),
-            *("--adapter", "a.jsonl:out/a", "--adapter", "b.jsonl:out/b"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    arguments = [
+        *(sys.executable, "-m", "gshare.cli.main", "finetune", "--model", str(tiny_checkpoint)),
+        *("--base-dtype", "fp32", "--device", "cpu", *flags),
+        *("--adapter", "a.jsonl:out/a", "--adapter", "b.jsonl:out/b"),
+    ]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not Path("out/a/checkpoint-5").exists():
         assert process.poll() is None, process.communicate()
@@ -80,6 +76,10 @@ def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
     fused = {name: Path(f"out/{name}/adapter_model.safetensors").read_bytes() for name in ("a", "b")}
     assert fused["a"] == train_alone(tiny_checkpoint, "a")
     assert fused["a"] != fused["b"]
+    again = subprocess.run([*arguments, "--resume"], check=False, capture_output=True, text=True, timeout=120)
+    assert (again.returncode, again.stdout) == (0, out), (
+        again.stderr
+    )  # finished: the losses are those on disk
 
 
 def test_a_poisonous_job_fails_and_its_co_tenants_keep_their_bits(
@@ -91,7 +91,7 @@ def test_a_poisonous_job_fails_and_its_co_tenants_keep_their_bits(
         (tmp_path / variable).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / variable))
     monkeypatch.setenv("GSHARE_TEST_RUNNER", "poison:PoisonedRunner")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
     for name in ("a", "b", "poison"):
         rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -138,6 +139,23 @@ def test_dequantised_merge_uses_what_the_adapter_saw(
     assert (model.model.layers[0].self_attn.q_proj.weight - expected).abs().max() < 1e-6
     other = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32)
     assert (other.model.layers[0].self_attn.q_proj.weight - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_merged_files_are_as_readable_as_the_umask_allows(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, umask: int, mode: int
+) -> None:
+    """The weights too: safetensors writes 0600 whatever the umask, and a server of another user fails."""
+    before = os.umask(umask)
+    try:
+        merge(adapter, tiny_checkpoint, tmp_path / "out")
+        save_file({"x": torch.ones(1)}, tmp_path / "control.safetensors")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {mode}, modes
+    assert "model.safetensors" in modes
+    assert (tmp_path / "control.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,30 @@ def test_where_nothing_can_be_measured_the_usual_context_is_taken(ledger: Ledger
     assert gpu.fractions == [(4000 - CONTEXT_MB) / TOTAL_MB]
 
 
+def test_a_context_that_grows_takes_from_the_cap(ledger: Ledger, tmp_path: Path) -> None:
+    """Kernels are loaded at their first use: what was measured at the start is not the last word."""
+    gpu = StrawGpu(tmp_path)
+    with take(ledger, 4000) as reservation:
+        guard, said = guarded(reservation, gpu)
+        guard.record("load")
+        assert gpu.fractions == [3500 / TOTAL_MB]  # the control: what has not grown changes nothing
+        gpu.outside_torch = 560
+        gpu.take(0)
+        guard.record("first_step")
+        assert gpu.fractions == [3500 / TOTAL_MB, 3440 / TOTAL_MB]
+        assert "and 560 for the context," in guard.summary()
+        assert said == []
+
+
+def test_an_assumed_context_is_called_so(ledger: Ledger, tmp_path: Path) -> None:
+    with take(ledger, 4000) as reservation:
+        measured, _ = guarded(reservation, StrawGpu(tmp_path))
+        assert "and 500 for the context," in measured.summary()
+    with take(ledger, 4000) as reservation:
+        assumed, _ = guarded(reservation, StrawGpu(tmp_path, context_mb=0, listed=False))
+        assert f"and {CONTEXT_MB} for the context (assumed)," in assumed.summary()
+
+
 def test_a_context_as_large_as_the_budget_is_an_error_and_nothing_is_claimed(
     ledger: Ledger, tmp_path: Path
 ) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.memory import (
+    MemoryEstimate,
+    ModelShape,
+    estimate_generation,
+    estimate_run,
+    largest_pass,
+)
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,13 +70,27 @@ def test_llama_8b_in_4_bits_by_hand() -> None:
         it["base"] == linears // 2 + linears // 64 + linears // 4096 + 2 * 128256 * 4096 * 2 + 65 * 4096 * 4
     )
     assert it["base"] / GIB == pytest.approx(5.31, abs=0.01)
-    assert it["unpacking"] == 4096 * 14336 * 2
+    assert it["unpacking"] == 2 * 4096 * 14336 * 2  # gate and up are one product
     # r = 16: 41,943,040 adapter weights, PEFT's figure; fp32 masters and gradients and a bf16 copy.
     assert it["adapters"] == 41_943_040 * 10
     assert it["optimizer"] == 41_943_040 * 8
     assert it["attention"] == 0
+    assert it["logits"] == 1024 * 128256 * 2
     # Snapshots are in the host's memory: not part of the GPU's total.
     assert it.total == sum(part.nbytes for part in it.parts) - it["snapshots"]
+
+
+def test_generation_by_hand() -> None:
+    keys = {"base_dtype": "nf4", "device": "cuda", "adapter_bytes": 5_000_000}
+    it = estimate_generation(LLAMA_8B, prompt_tokens=100, positions=356, **keys)
+    assert it["base"] == estimate(LLAMA_8B, base_dtype="nf4", device="cuda")["base"]
+    assert it["cache"] == 65 * 356 * 8 * 128 * 2  # 32 layers' keys and values, one of them twice
+    assert it["activations"] == 100 * 2 * (5 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336)
+    assert it["attention"] == 4 * 32 * 100 * 100 * 4
+    assert it.total == sum(part.nbytes for part in it.parts)
+    longer = estimate_generation(LLAMA_8B, prompt_tokens=1, positions=8192, **keys)
+    assert longer["attention"] == 4 * 32 * 8192 * 4  # one row over the whole cache
+    assert it["adapter"] == longer["adapter"] == 5_000_000
 
 
 def test_stored_dtypes() -> None:

@@ -13,8 +13,11 @@ from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import CheckpointSaved, Evaluated, Event, JobChanged, Stepped
+from gshare.agent.service.protocol import JobStatus
+from gshare.agent.service.table import JobTable
 from gshare.agent.train import checkpoint, job
 from gshare.agent.train.runner import Runner
+from gshare.cli.board import Board
 from toy import changed, make_runner, request, tiny_base
 
 
@@ -234,6 +237,37 @@ def test_an_exception_in_one_job_s_rows_ends_that_job_only(
     assert Counter(log.steps()) == {"good": 4, "bad": 2}
 
 
+def test_a_job_that_goes_on_tells_the_losses_of_its_checkpoint(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path
+) -> None:
+    """Of a finished one above all: it makes no step that would tell them."""
+
+    def run_to_the_end(resume: bool) -> tuple[Log, Board]:
+        log, board = Log(), Board([("a", "out")])
+        runner = make_runner(tiny_checkpoint, base, log)
+        runner.admit(request(tmp_path, "a", resume=resume))
+        run_all(runner)
+        table = JobTable()
+        table.add(JobStatus(job="a", state="queued"))
+        for event in log:
+            board.take(event, 0.0)
+            table.update(event)
+        (status,) = table.all()
+        row = board.rows["a"]
+        assert (status.loss, status.val_loss) == (row.loss, row.val_loss)
+        assert status.best_val_loss == row.best_val_loss
+        return log, board
+
+    log, first = run_to_the_end(resume=False)
+    assert all(event.last is None for event in log.of(JobChanged))
+    log, again = run_to_the_end(resume=True)
+    assert log.steps() == []
+    shown = [(b.rows["a"].loss, b.rows["a"].val_loss, b.rows["a"].best_val_loss) for b in (first, again)]
+    assert shown[0] == shown[1]
+    assert None not in shown[1]
+    assert again.rows["a"].state == "completed"
+
+
 def test_a_full_disk_ends_its_job_with_the_last_checkpoint_intact(
     tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +278,7 @@ def test_a_full_disk_ends_its_job_with_the_last_checkpoint_intact(
     runner.admit(request(tmp_path, "other", max_steps=6, save_steps=2, eval_steps=0))
     for _ in range(3):
         runner.run_round()
+    runner._writer.flush()  # the checkpoint of step 2 is written before the disk is full
 
     def no_space(fd: int) -> None:
         if "/full/" in os.readlink(f"/proc/self/fd/{fd}") + "/":

@@ -26,7 +26,7 @@ FROZEN = {
     "event": "journal_id seq event",
 }
 FROZEN_EVENTS = {
-    "job": "job state step total_steps reason",
+    "job": "job state step total_steps reason last",  # last: added; who does not know it ignores it
     "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds "
     "adapters_in_pass",
     "eval": "job step val_loss label_tokens best",

@@ -81,6 +81,17 @@ def test_the_plan_has_everything_that_must_be_set_before_the_context(
     assert made.save_steps == 100
 
 
+def test_a_relative_pipe_directory_is_refused_and_the_same_one_in_full_is_not(
+    ledger: Ledger, pipes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client and its trainer have different working directories: they would ask different daemons."""
+    monkeypatch.chdir(pipes.parent)
+    with listening(pipes):
+        with pytest.raises(UsageError, match=f"CUDA_MPS_PIPE_DIRECTORY: '{pipes.name}' must be an absolute"):
+            plan(ledger, Path(pipes.name))
+        assert plan(ledger, pipes).environment["CUDA_MPS_PIPE_DIRECTORY"] == str(pipes)
+
+
 def test_nothing_of_this_process_is_changed(ledger: Ledger, pipes: Path) -> None:
     before = dict(os.environ)
     with listening(pipes):

@@ -17,14 +17,27 @@ JobStateName = Literal["queued", "running", "paused", "completed", "stopped", "d
 ENDED: frozenset[str] = frozenset({"completed", "stopped", "diverged", "failed"})
 
 
+class LastLosses(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's losses as of its checkpoint; None: it has had none."""
+
+    loss: float | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+
+
 class JobChanged(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
-    """A job entered `state`; `reason` is one line for a person, empty when there is nothing to say."""
+    """A job entered `state`; `reason` is one line for a person, empty when there is nothing to say.
+
+    `last`: of a job that goes on from a checkpoint, once, when it is admitted: the steps that gave these
+    losses are not made again, so no other event tells them.
+    """
 
     job: str
     state: JobStateName
     step: int
     total_steps: int
     reason: str = ""
+    last: LastLosses | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

@@ -1,4 +1,4 @@
-"""A trainer's reservation, taken before anything of it touches a GPU.
+"""A reservation of ours, a trainer's above all, taken before anything of it touches a GPU.
 
     admission = admit(config.gpu, device=config.device, say=…, on_place=…, on_look=…, tracer=…)
     Runner(device=admission.device, reservation=admission.reservation, …)
@@ -11,7 +11,7 @@ in the same way, and the computing is done on the CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
@@ -20,6 +20,7 @@ from gshare.agent.trace import Tracer
 from gshare.agent.vram.budget import show_mb
 from gshare.agent.vram.devices import Device
 from gshare.agent.vram.guard import Reservation, reserve
+from gshare.agent.vram.inherit import Inherited, NotInherited, inherit
 from gshare.agent.vram.ledger import Ledger, Queued
 from gshare.agent.vram.mps import mps_environment
 from gshare.agent.vram.queue import Announcer, OnLook, OnWait
@@ -41,7 +42,8 @@ def admit(
 ) -> Admission:
     """Reserve what `request` asks for, waiting as long as it allows, and set this process's environment.
 
-    `on_place` hears of every change of place or reason, `say` only of what people should read.
+    Inside `gpu run` its reservation is used, and no second one made. `on_place` hears of every change of
+    place or reason, `say` only of what people should read.
     RetryLater (exit 75): not within the time; UsageError (2): can never fit, or MPS as asked for is
     refused; GshareError (1): the device or the ledger is in trouble. Nothing stays reserved then. What
     `on_look` raises passes through.
@@ -53,10 +55,11 @@ def admit(
         on_place(queued)
         announce(queued)
 
-    reservation = reserve(
+    devices = _devices(ledger, request)
+    reservation = _inherited(ledger, request, devices, say) or reserve(
         request.budget_mb,
         task=request.task,
-        devices=_devices(ledger, request),
+        devices=devices,
         timeout_s=request.timeout_s,
         clients=(Client(name=request.client, budget_mb=request.budget_mb),) if request.client else (),
         on_wait=on_wait,
@@ -70,12 +73,31 @@ def admit(
         reservation.release()
         raise
     where = reservation.device
+    how = "using" if isinstance(reservation, Inherited) else "reserved"
+    whose = " of `gshare gpu run`" if isinstance(reservation, Inherited) else ""
     say(
         "info",
-        f"reserved {show_mb(reservation.budget_mb)} on {where.name}, {where.uuid} "
-        f"(reservation {reservation.id})",
+        f"{how} {show_mb(reservation.budget_mb)} on {where.name}, {where.uuid} "
+        f"(reservation {reservation.id}{whose})",
     )
     return Admission(reservation, _runner_device(device))
+
+
+def _inherited(ledger: Ledger, request: GpuRequest, devices: Sequence[Device], say: Say) -> Inherited | None:
+    """The reservation of the `gpu run` around us, when the client found one and it can still be used."""
+    if not request.inherit:
+        return None
+    try:
+        return inherit(
+            ledger,
+            request.inherit,
+            devices=devices,
+            budget_mb=request.budget_mb,
+            on_warning=lambda line: say("warning", line),
+        )
+    except NotInherited as error:
+        say("warning", f"reservation {request.inherit} is not used: {error}; reserving anew")
+        return None
 
 
 def _devices(ledger: Ledger, request: GpuRequest) -> tuple[Device, ...]:

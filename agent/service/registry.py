@@ -57,6 +57,7 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     may_grow: bool = False
     mps_share: int | None = None  # percent of the GPU's threads under MPS; None: without it
     client: str = ""
+    inherit: str = ""  # id of the `gpu run` reservation to use instead, when it still can be
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

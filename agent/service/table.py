@@ -81,6 +81,8 @@ class JobTable:
                     "total_steps": event.total_steps,
                     "reason": event.reason,
                 }
+                if event.last is not None:
+                    changes.update(msgspec.structs.asdict(event.last))
             elif isinstance(event, Stepped):
                 changes = {"step": event.step, "total_steps": event.total_steps, "loss": event.loss}
             elif isinstance(event, Evaluated):

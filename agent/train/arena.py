@@ -203,7 +203,7 @@ class Arena:
         flat = self._weights.flat
         if "compute" in flat:
             rows = self._weights.rows(name)
-            flat["compute"][rows] = flat["params"][rows].to(self.compute_dtype)
+            flat["compute"][rows].copy_(flat["params"][rows])  # rounds on the way, without a temporary
 
     def zero_grads(self, name: str) -> None:
         self.flat("grads", name).zero_()

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gshare.agent.base.device import pick_device
+import torch
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Evaluated, Event, JobChanged, Stepped
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.train.checkpoint import latest_checkpoint, load_checkpoint
+from gshare.agent.train.gpu_guard import NoGuard
+from gshare.agent.train.out_of_memory import told
 from gshare.agent.train.runner import Runner
 from gshare.kernels.backend import Backend
 
@@ -136,6 +138,7 @@ def run_jobs(
     max_steps: int | None = None,
     joins: Mapping[str, int] | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
+    guard: NoGuard | None = None,
 ) -> tuple[dict[str, Trace], Runner]:
     """Train `requests` together in `directory`; `joins` admits a job only after so many rounds."""
     recorder = _Recorder()
@@ -155,6 +158,7 @@ def run_jobs(
         on_pass=lambda in_flight: None,
         backend=backend,
         base=base,
+        guard=guard,
     )
     waiting = {r.spec.name: _moved(r, directory, max_steps) for r in requests}
     joins = joins or {}
@@ -181,15 +185,18 @@ def audit(
     requests: Sequence[JobRequest],
     *,
     model_dir: Path,
-    device: str,
+    device: torch.device,
     backend_factory: Callable[[], Backend],
     directory: Path,
     max_steps: int | None = None,
     joins: Mapping[str, int] | None = None,
     on_progress: Callable[[str, Event], None] = lambda arm, event: None,
+    guard: NoGuard | None = None,
 ) -> AuditReport:
-    """All jobs packed (joining as `joins` says), then each alone, over one loaded base."""
-    base = load_base(model_dir, base_dtype=run.base_dtype, device=pick_device(device))
+    """All jobs packed (joining as `joins` says), then each alone, over one base, loaded under `guard`."""
+    guard = guard or NoGuard()
+    with told("the base", guard):
+        base = load_base(model_dir, base_dtype=run.base_dtype, device=device)
 
     def arm(
         label: str, chosen: Sequence[JobRequest], joins: Mapping[str, int]
@@ -204,19 +211,22 @@ def audit(
             max_steps=max_steps,
             joins=joins,
             on_event=lambda event: on_progress(label, event),
+            guard=guard,
         )
 
     packed, runner = arm("packed", requests, joins or {})
+    most_adapters, fingerprint = runner.engine.most_adapters, runner.fingerprint
+    plans = getattr(getattr(runner.engine.backend, "gemm", None), "plans", dict)()
+    del runner  # its arena: the solo runs must fit where the packed one did
     solo: dict[str, Trace] = {}
     for request in requests:
         solo.update(arm("solo", [request], {})[0])
-    plans = getattr(getattr(runner.engine.backend, "gemm", None), "plans", dict)()
     return AuditReport(
         packed=packed,
         solo=solo,
         differences={name: packed[name].differences(solo[name]) for name in solo},
-        most_adapters=runner.engine.most_adapters,
-        fingerprint=runner.fingerprint,
+        most_adapters=most_adapters,
+        fingerprint=fingerprint,
         gemm_plans=plans,
     )
 

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS
+from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
 from gshare.agent.train.device_optimizer import DeviceOptimizer
 from gshare.agent.train.device_pass import PassBuffers, PassShape, matrix_table
-from gshare.agent.train.engine import Engine, Part
+from gshare.agent.train.engine import Engine, Part, Verdict
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout import keep_mask
 from gshare.kernels.layout import Group
@@ -79,6 +80,23 @@ class DeviceEngine(Engine):
         self.replays = 0
         self._parameters = base.config.parameter_count()
 
+    # ------------------------------------------------------------------ rounds
+
+    def begin_round(self, adapters: Sequence[Adapter]) -> None:
+        self.optimizer.begin(adapters)
+
+    def finish_round(
+        self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
+    ) -> list[Verdict]:
+        """Launches the updates and waits for what became of them; without `rates` nothing is updated."""
+        if rates is None:
+            return [Verdict(norm) for norm in self.optimizer.norms(adapters).tolist()]
+        verdicts = self.optimizer.step(adapters, steps, rates).wait()
+        return [
+            Verdict(norm, committed=True, finite=not overflow)
+            for norm, overflow in zip(verdicts.norms.tolist(), verdicts.overflow.tolist(), strict=True)
+        ]
+
     # ------------------------------------------------------------------ passes
 
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
@@ -95,7 +113,7 @@ class DeviceEngine(Engine):
 
     def _start(self, parts: Sequence[Part], *, training: bool) -> Pending:
         self._count(parts)
-        shape = PassShape.of(parts, training=training)
+        shape = PassShape.of(parts, training=training, checkpointing=self.checkpointing)
         entry = self._entry(shape, training)
         longest = max(len(row.tokens) for part in parts for row in part.rows)
         while self._positions < longest:

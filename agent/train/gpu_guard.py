@@ -143,6 +143,10 @@ class NoGuard:
         """Whose limit an out-of-memory error is, and what to do; empty when it is nobody's."""
         return ""
 
+    def budget_mb(self) -> int | None:
+        """What is reserved, context included; None without a reservation."""
+        return None
+
     def summary(self) -> str:
         """What the run took, to choose the next one's `--vram` by."""
         return ""
@@ -156,6 +160,7 @@ class GpuGuard(NoGuard):
         self._reservation, self._memory = reservation, memory
         self._may_grow, self._say = may_grow, say
         self._problem = ""
+        self._measured = False
         self._context_mb = self._start() if memory.is_gpu else 0
         cap = self._set_cap()
         free = cap.mb - SMALL_MB - memory.held_mb()
@@ -164,7 +169,12 @@ class GpuGuard(NoGuard):
 
     def record(self, phase: str) -> None:
         try:
-            self._reservation.record_use(phase, self._used_mb())
+            listed, held = self._listed_mb(), self._memory.held_mb()
+            if listed - held > self._context_mb:
+                # Kernels are loaded when they are first used: the context has grown since it was measured.
+                self._context_mb, self._measured = listed - held, True
+                self._set_cap()
+            self._reservation.record_use(phase, listed or held + self._context_mb)
         except GshareError as error:  # a ledger that cannot be written ends no training; said once
             if str(error) != self._problem:
                 self._problem = str(error)
@@ -198,11 +208,17 @@ class GpuGuard(NoGuard):
 
     def explain(self) -> str:
         row = self._reservation
-        return f"reservation {row.id} is {row.budget_mb} MiB on {row.device.uuid}: raise it with --vram"
+        return (
+            f"reservation {row.id} is {row.budget_mb} MiB on {row.device.uuid}: raise it with {row.raised_by}"
+        )
+
+    def budget_mb(self) -> int | None:
+        return self._reservation.budget_mb
 
     def summary(self) -> str:
         row, peak = self._reservation, self._memory.peak_mb()
-        context = f" and {self._context_mb} for the context" if self._memory.is_gpu else ""
+        assumed = "" if self._measured else " (assumed)"
+        context = f" and {self._context_mb} for the context{assumed}" if self._memory.is_gpu else ""
         return f"reservation {row.id}: at most {peak} MiB of tensors{context}, {row.budget_mb} MiB reserved"
 
     def _start(self) -> int:
@@ -216,7 +232,8 @@ class GpuGuard(NoGuard):
             mine = (after.used_mb or 0) - (before.used_mb or 0)
             mine = mine if mine - self._memory.held_mb() <= MOST_CONTEXT_MB else 0
         context = mine - self._memory.held_mb()
-        return context if context > 0 else CONTEXT_MB
+        self._measured = context > 0
+        return context if self._measured else CONTEXT_MB
 
     def _set_cap(self) -> Cap:
         total = self._memory.total_mb()
@@ -232,10 +249,10 @@ class GpuGuard(NoGuard):
                 "the ledger may have taken some; going on without claiming it",
             )
 
-    def _used_mb(self) -> int:
+    def _listed_mb(self) -> int:
+        """What the driver says that this process takes; 0 when it does not say, or there is no driver."""
         row = self._reservation
-        listed = row.listed_mb(row.read_device()) if self._memory.is_gpu else 0
-        return listed or self._memory.held_mb() + self._context_mb
+        return row.listed_mb(row.read_device()) if self._memory.is_gpu else 0
 
 
 def make_guard(
@@ -246,7 +263,7 @@ def make_guard(
     A GPU that was reserved and cannot be used is given back.
     """
     if reservation is not None and asked == "auto" and where.type == "cpu":
-        say("warning", "torch cannot use the GPU, `gshare doctor` says why; training on the CPU")
+        say("warning", "torch cannot use the GPU, `gshare doctor` says why; going on with the CPU")
         reservation.release()
         reservation = None
     if reservation is None:

@@ -18,7 +18,8 @@ from gshare.agent.data.sampler import Sampler
 from gshare.agent.data.split import split_rows
 from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.events import JobStateName
+from gshare.agent.jobs.events import JobStateName, LastLosses
+from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Row
@@ -115,6 +116,16 @@ class Job:
             self._next = StepWork(self.adapter, self.step, self.data.micro_batches(self.step))
         return self._next
 
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return learning_rate_at(
+            self.step,
+            total_steps=self.total_steps,
+            base=self.spec.learning_rate,
+            kind=self.spec.lr_scheduler_type,
+            warmup_ratio=self.spec.warmup_ratio,
+        )
+
     def due(self, every: int) -> bool:
         """Whether something done every `every` steps (0: only at the end) is due after this step."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
@@ -127,6 +138,9 @@ class Job:
             self.best_val_loss, self.best_step = val_loss, self.step
             return True
         return False
+
+    def last_losses(self) -> LastLosses:
+        return LastLosses(loss=self.last_loss, val_loss=self.last_val_loss, best_val_loss=self.best_val_loss)
 
     # ------------------------------------------------------------------ files
 

@@ -17,7 +17,7 @@ from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.generate import LoadedLora
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.names import shorten
-from gshare.agent.jobs.spec import LINEARS
+from gshare.agent.jobs.spec import LINEARS, BaseDtype
 from gshare.agent.train.files import publish_dir, temporary_name
 from gshare.kernels import int8, nf4
 from safetensors import SafetensorError
@@ -164,11 +164,20 @@ def merge(
                         weight = (start.float() + scaling * (b @ a)).to(weight.dtype)
                         merged.add(name)
                     tensors[name] = weight.contiguous()
-            save_file(tensors, temporary / source.name, metadata={"format": "pt"})
+            _save(tensors, temporary / source.name)
         missing = sorted(names.keys() - merged)
         if missing:
             raise UsageError(f"{model_dir} has no tensor {missing[0]}; the adapter is for another model")
     return len(merged)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file of mode 0644 less the umask; safetensors itself writes 0600 and renames."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    mode = os.fstat(fd).st_mode & 0o777  # the kernel has applied the umask
+    os.close(fd)
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, mode)
 
 
 def copy_adapter(adapter_dir: Path, out: Path) -> None:
@@ -200,7 +209,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
         raise
 
 
-def trained_dtype(adapter_dir: Path) -> str | None:
+def trained_dtype(adapter_dir: Path) -> BaseDtype | None:
     """The base_dtype that the run beside (or above) an adapter recorded; None without a run.json."""
     for directory in (adapter_dir, adapter_dir.parent):
         try:

@@ -25,10 +25,10 @@ from gshare.agent.jobs.events import (
     Event,
     JobChanged,
     JobStateName,
+    LastLosses,
     Stepped,
     TrainerMessage,
 )
-from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.schedules import JobView, make_schedule
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.trace import DISABLED, STEP_SPAN, Tracer
@@ -40,12 +40,14 @@ from gshare.agent.train.checkpoint import (
     truncate_metrics,
 )
 from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
-from gshare.agent.train.engine import Engine
+from gshare.agent.train.checkpointing import does_not_fit
+from gshare.agent.train.engines import make_engine
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
-from gshare.agent.train.gpu_guard import make_guard
+from gshare.agent.train.gpu_guard import NoGuard, make_guard
 from gshare.agent.train.job import Job, JobData
-from gshare.agent.train.rounds import OutOfMemory, Rounds, StepOutcome, is_out_of_memory
+from gshare.agent.train.out_of_memory import is_out_of_memory, told, whose_limit
+from gshare.agent.train.rounds import Rounds, StepOutcome
 from gshare.agent.vram.guard import Reservation
 from gshare.kernels.backend import Backend, pick_backend
 
@@ -70,9 +72,11 @@ class Runner:
         base: Base | None = None,
         reservation: Reservation | None = None,
         may_grow: bool = False,
+        guard: NoGuard | None = None,
         tracer: Tracer = DISABLED,
     ) -> None:
-        """`backend` and `base` are for callers that compare several runs over one loaded base (audit).
+        """`backend`, `base` and the `guard` that it was loaded under are for callers that compare several
+        runs over one base (audit).
 
         Under a `reservation` the allocator is capped and use is written down; `may_grow` lets it ask the
         ledger for more. GshareError when the base does not fit into it.
@@ -80,16 +84,14 @@ class Runner:
         where = pick_device(device)
         self._emit = on_event
         self._tracer = tracer
-        self._guard = make_guard(reservation, asked=device, where=where, may_grow=may_grow, say=self._say)
-        try:
+        self._guard = guard or make_guard(
+            reservation, asked=device, where=where, may_grow=may_grow, say=self._say
+        )
+        with told("the base", self._guard):
             backend = backend or pick_backend(where)
             base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise GshareError(f"the base: {self._reason(error)}") from error
         self.model_dir = model_dir
-        self.engine = Engine(base, backend)
+        self.engine = make_engine(base, backend)
         self.rounds = Rounds(self.engine, max_tokens_per_pass, self._guard.more_memory)
         self.fingerprint = numerics_fingerprint(base, backend)
         self._schedule = make_schedule(schedule)
@@ -147,9 +149,26 @@ class Runner:
         finally:
             self._on_pass([])
         self._jobs[name] = job
-        self._change(job, "running", f"resumed at step {job.step}" if resumed else "")
+        self._choose_checkpointing()
+        if resumed:
+            self._change(job, "running", f"resumed at step {job.step}", job.last_losses())
+        else:
+            self._change(job, "running", "")
         if job.step >= job.total_steps:
             self._finish(job)
+
+    def _choose_checkpointing(self) -> None:
+        """Recompute activations from the start where the estimate says that they do not fit otherwise."""
+        specs = [job.spec for job in self._jobs.values() if job.state not in ENDED]
+        if not self.engine.checkpointing and does_not_fit(
+            self.engine.base,
+            specs,
+            max_tokens=self.rounds.max_tokens,
+            max_adapters=self._max_adapters,
+            budget_mb=self._guard.budget_mb(),
+        ):
+            self.engine.checkpointing = True
+            self._say("info", "activations are recomputed: kept, they would not fit into the reservation")
 
     def stop(self, job: str, reason: str) -> None:
         """Checkpoint and end as `stopped`; GshareError for a job that is not here."""
@@ -213,7 +232,9 @@ class Runner:
         self._on_pass([(job.name, job.step) for job in jobs])
         limit, started = self.rounds.max_tokens, time.monotonic()
         with self._tracer.span(STEP_SPAN, adapters=len(jobs)):
-            outcomes = self.rounds.run([job.next_work() for job in jobs])
+            outcomes = self.rounds.run(
+                [job.next_work() for job in jobs], [job.learning_rate() for job in jobs]
+            )
             if self.rounds.max_tokens < limit:
                 self._say("warning", f"out of memory: going on with {self.rounds.max_tokens} tokens a pass")
             seconds = time.monotonic() - started
@@ -236,17 +257,14 @@ class Runner:
         if outcome.error is not None:
             self._fail(job, outcome.error)
             return
-        learning_rate = learning_rate_at(
-            job.step,
-            total_steps=job.total_steps,
-            base=job.spec.learning_rate,
-            kind=job.spec.lr_scheduler_type,
-            warmup_ratio=job.spec.warmup_ratio,
-        )
+        learning_rate = job.learning_rate()
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)
         if finite:
-            job.adapter.update(step=job.step + 1, learning_rate=learning_rate, norm=outcome.grad_norm)
-            finite = job.adapter.is_finite()
+            try:
+                finite = self.rounds.update(outcome, learning_rate)
+            except Exception as error:  # of this adapter: its newest checkpoint stands, the others go on
+                self._fail(job, error)
+                return
         job.step += 1
         job.tokens += outcome.work.tokens
         job.last_loss = outcome.loss
@@ -338,9 +356,8 @@ class Runner:
 
     def _reason(self, error: Exception) -> str:
         """One line for people; of an out-of-memory error under a reservation, whose limit it was."""
-        whose = self._guard.explain() if is_out_of_memory(error) else ""
-        if whose:
-            return f"{error if isinstance(error, OutOfMemory) else 'out of memory'}; {whose}"
+        if whose := whose_limit(error, self._guard):
+            return whose
         return str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
 
     def _end(self, job: Job, state: JobStateName, reason: str) -> None:
@@ -352,10 +369,17 @@ class Runner:
         job.adapter.close()
         self._change(job, state, reason)
 
-    def _change(self, job: Job, state: JobStateName, reason: str) -> None:
+    def _change(self, job: Job, state: JobStateName, reason: str, last: LastLosses | None = None) -> None:
         job.state, job.reason = state, reason
         self._emit(
-            JobChanged(job=job.name, state=state, step=job.step, total_steps=job.total_steps, reason=reason)
+            JobChanged(
+                job=job.name,
+                state=state,
+                step=job.step,
+                total_steps=job.total_steps,
+                reason=reason,
+                last=last,
+            )
         )
 
     def _find(self, name: str) -> Job:

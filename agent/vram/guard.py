@@ -72,10 +72,10 @@ def allocator_cap(budget_mb: int, context_mb: int, total_mb: int) -> Cap:
 class Reservation:
     """One standing row. Methods are safe from several threads; after `release` they do nothing."""
 
-    def __init__(self, ledger: Ledger, grant: Grant, on_warning: Callable[[str], None]) -> None:
+    def __init__(self, ledger: Ledger, grant: Grant, on_warning: Callable[[str], None] | None) -> None:
         self._ledger = ledger
         self._grant = grant
-        self._on_warning = on_warning
+        self._on_warning = on_warning if on_warning is not None else _warn
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._measure_anew = False
@@ -103,6 +103,11 @@ class Reservation:
     @property
     def budget_mb(self) -> int:
         return self._grant.row.budget_mb
+
+    @property
+    def raised_by(self) -> str:
+        """What the user has to set higher for more memory."""
+        return "--vram"
 
     @property
     def tracer(self) -> Tracer:
@@ -223,7 +228,7 @@ class Reservation:
             self._open = False
             _held.discard(self)
             try:
-                self._ledger.release(self._grant)
+                self._give_back()
             except GshareError as error:
                 self._on_warning(f"reservation {self.id} goes with the next operation: {error}")
 
@@ -242,6 +247,9 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def _give_back(self) -> None:
+        self._ledger.release(self._grant)
 
     def _beyond(self, mb: int) -> int:
         """How much of `mb` more is not counted yet: a peak above the budget already is."""
@@ -281,7 +289,7 @@ def reserve(
         clients=tuple(clients),
     )
     grant = wait_for(ledger, wanted, timeout_s=timeout_s, on_wait=on_wait, on_look=on_look)
-    return Reservation(ledger, grant, on_warning if on_warning is not None else _warn)
+    return Reservation(ledger, grant, on_warning)
 
 
 def candidates(ledger: Ledger, devices: Sequence[Device] | None) -> tuple[Device, ...]:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.names import shorten
 from gshare.agent.vram.clock import holder, now
 from gshare.agent.vram.devices import Device
 from gshare.agent.vram.ledger import Ledger
@@ -90,13 +91,14 @@ def mps_environment(
 
     To be called by the process that holds the reservation: its share is kept as long as that stands. The
     share of a process without one is checked and not kept.
-    UsageError: no or no sensible share, below 30 % on a Jetson, no GPU. GshareError: the compute mode is not
-    EXCLUSIVE_PROCESS, no daemon answers, it is another user's. RetryLater: the GPU's threads are given out.
+    UsageError: no or no sensible share, below 30 % on a Jetson, no GPU, a relative pipe directory.
+    GshareError: the compute mode is not EXCLUSIVE_PROCESS, no daemon answers, it is another user's.
+    RetryLater: the GPU's threads are given out.
     """
     assert budget_mb > 0
     percent = _check_share(device, share)
     environ = os.environ if environ is None else environ
-    pipes = Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or PIPE_DIRECTORY)
+    pipes = _pipe_directory(environ)
     with ledger.tracer.span("LedgerReserve", mps_share=percent):
         _check_compute_mode(device, ledger)
         with locked(ledger.directory, ledger.tracer) as store:
@@ -134,6 +136,17 @@ def _check_share(device: Device, share: int | None) -> int:
             f"below that {device.name} does not keep to it"
         )
     return share
+
+
+def _pipe_directory(environ: Mapping[str, str]) -> Path:
+    """Where the daemon's sockets are. UsageError for a relative path: each process would look below its own
+    working directory, and a trainer's is not its client's."""
+    text = environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    if not text:
+        return PIPE_DIRECTORY
+    if not os.path.isabs(text):
+        raise UsageError(f"CUDA_MPS_PIPE_DIRECTORY: {shorten(text)} must be an absolute path")
+    return Path(text)
 
 
 def _check_compute_mode(device: Device, ledger: Ledger) -> None:

@@ -4,6 +4,7 @@
     row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
     wait-ID.json        one queued request    wait-ID.life   the same; modified when its holder looked last
     lease-ID.json       a reservation without a process; it runs out instead
+    use-ID.life         the gshare that runs inside the `gpu run` of this reservation and uses it
     mps-ID.json         the part of the GPU's threads that this reservation's process has under MPS
     passes-UID.json     how often this user's requests passed each waiter
     quarantine/         damaged rows that `gpu repair` took out
@@ -110,6 +111,13 @@ class Store:
             raise Unreadable(str(error.strerror)) from None
         finally:
             os.close(fd)
+
+    def owner(self, name: str) -> int | None:
+        """The uid of the file's owner; None when it is gone."""
+        try:
+            return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_uid
+        except OSError:
+            return None
 
     def write(self, name: str, data: bytes) -> Stamp:
         """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half.

@@ -25,6 +25,9 @@ WAITER_GRACE_S = 10.0
 #: what it would get is not kept for it.
 ABSENT_S = 5.0
 
+#: KIND-ID.life goes when no such KIND-ID.json is there and nobody holds it.
+_LIFE_OF = {"row": "row", "use": "row", "wait": "wait"}
+
 Readings = Callable[[str], DeviceReading | None]
 
 
@@ -73,7 +76,7 @@ def read_view(store: Store, now: Now, readings: Readings) -> View:
         stem, _, suffix = rest.partition(".")
         if name.startswith(TEMPORARY):
             store.remove(name)  # every write happens under our lock, so this one's writer died
-        elif suffix == "life" and kind in ("row", "wait") and f"{kind}-{stem}.json" not in present:
+        elif suffix == "life" and kind in _LIFE_OF and f"{_LIFE_OF[kind]}-{stem}.json" not in present:
             if store.life(name) == "free":
                 store.remove(name)
         elif kind == "mps" and f"row-{stem}.json" not in present:
