@@ -6,8 +6,8 @@
 
 Three launches and no atomics. The first makes dq and Δ, one program a block of query rows and head, walking
 key blocks in order. The second makes dk and dv of one query head or of two (see `key_tiles`), one program a
-block of keys and such a sum, walking query blocks from the diagonal on; the third adds the sums in the order of
-the heads. (One program for a whole group leaves most of a card idle.) P and dS are rounded to qkv's dtype
+block of keys and such a sum, walking query blocks from the diagonal on; the third adds the sums in the order
+of the heads. (One program for a whole group leaves most of a card idle.) P and dS are rounded to qkv's dtype
 before they multiply; every sum is one fp32 accumulator in that order, so a row's bits depend on its sequence
 alone.
 """
