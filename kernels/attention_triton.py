@@ -87,15 +87,17 @@ def padded(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-def forward_tiles(dim: int, itemsize: int, group: int) -> Tiles:
-    """Tiles for head size `dim` and `group` query heads a key head: no spilled registers, and at most 96 KiB
-    of shared memory a program, which every card has."""
+def forward_tiles(dim: int, itemsize: int, group: int, major: int) -> Tiles:
+    """Tiles for head size `dim` and `group` query heads a key head on a card of compute capability `major`.x:
+    no spilled registers, and at most 96 KiB of shared memory a program, which every card has, or half of what
+    the large ones (9 and 10) have."""
     if itemsize == 4:  # no tensor cores: operands of a dot live in registers
         return Tiles(block=32 if dim <= 128 else 16, heads=1, warps=4, stages=1)
     if dim > 128:  # the accumulator of 64 rows fills 4 warps' registers
         return Tiles(block=64, heads=1, warps=8, stages=1)
     if dim > 64:
-        return Tiles(block=64, heads=1, warps=4, stages=2)
+        # With two stages the next loads are issued when a step is done, and nothing hides them.
+        return Tiles(block=64, heads=1, warps=4, stages=3 if major in (9, 10) else 2)
     # Two heads on one load of the keys where registers leave room for two such programs on a multiprocessor.
     heads = 2 if group % 2 == 0 else 1
     return Tiles(block=64, heads=heads, warps=4 * heads, stages=3)
@@ -143,20 +145,20 @@ def store_tile(
 
 
 @triton.jit
-def lowest_key(first, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """First key block that the query block at `first` sees: positions in the sequence, multiples of BLOCK."""
+def lowest_key(first, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the first block of KEYS keys begins that the query at `first`, a multiple of KEYS, sees."""
     if WINDOW == 0:
         return first * 0
     else:
-        return tl.maximum(first - (WINDOW + BLOCK - 2) // BLOCK * BLOCK, 0)
+        return tl.maximum(first - (WINDOW + KEYS - 2) // KEYS * KEYS, 0)
 
 
 @triton.jit
-def partly_visible(first, key, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether some query of the block at `first` does not see some key of the block at `key`."""
-    partly = key == first
+def partly_visible(query, key, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether some of the QUERIES positions from `query` on does not see some of the KEYS from `key` on."""
+    partly = key + KEYS > query + 1
     if WINDOW != 0:
-        partly = partly | (first + BLOCK - key > WINDOW)
+        partly = partly | (query + QUERIES - key > WINDOW)
     return partly
 
 
@@ -201,7 +203,7 @@ def attention_forward_kernel(
         k = load_tile(k_head, start + j, end, STRIDE, D, WIDTH, BLOCK, 1)
         v = load_tile(v_head, start + j, end, STRIDE, D, WIDTH, BLOCK, 1)
         s = dot(q, tl.trans(k), tl.zeros([HEADS * BLOCK, BLOCK], tl.float32), WIDEN)
-        if partly_visible(first, j, BLOCK, WINDOW):
+        if partly_visible(first, j, BLOCK, BLOCK, WINDOW):
             key = j + tl.arange(0, BLOCK)
             s = tl.where(visible(query[:, None], key[None, :], WINDOW), s, float("-inf"))
         m_next = tl.maximum(m, tl.max(s, 1) * scale_log2e)
@@ -242,7 +244,8 @@ def attention_forward(
     rows = qkv.shape[0]
     o = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=qkv.device)
-    tiles = forward_tiles(dim, qkv.element_size(), heads // kv_heads)
+    major = torch.cuda.get_device_capability(qkv.device)[0] if qkv.is_cuda else 0
+    tiles = forward_tiles(dim, qkv.element_size(), heads // kv_heads, major)
     attention_forward_kernel[heads // tiles.heads, blocks.shape[0] * tiles.parts](
         qkv, o, lse, blocks, rows, scale * LOG2E,
         STRIDE=qkv.stride(0), HQ=heads, HKV=kv_heads, D=dim, WIDTH=padded(dim), HEADS=tiles.heads,

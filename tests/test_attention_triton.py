@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where the kernels are decorated
 
 pytest.importorskip("triton")
+from gshare.kernels import attention_backward_triton
 from gshare.kernels.attention import causal_mask
 from gshare.kernels.attention_backward_triton import attention_backward
 from gshare.kernels.attention_triton import (
@@ -112,7 +113,7 @@ def check(
         (4, 1, 64, (200, 6), torch.bfloat16),
         (7, 1, 64, (1, 130), torch.bfloat16),
         (1, 1, 64, (511,), torch.bfloat16),
-        (2, 1, 128, (63, 130), torch.bfloat16),
+        (4, 1, 128, (63, 70), torch.bfloat16),
         (2, 2, 80, (1, 65), torch.bfloat16),
         (2, 1, 256, (1, 65), torch.bfloat16),
         (1, 1, 64, (1, 63, 64, 65), torch.float32),
@@ -220,6 +221,45 @@ def test_order_and_filler_of_the_table_change_nothing(dtype: torch.dtype) -> Non
     for other in (entries + nothing, nothing[:1] + entries[::-1] + nothing[:1]):
         again = kernels(qkv, do, table(other), 1, 1, None)
         assert all(same_bytes(a, b) for a, b in zip(plain, again, strict=True))
+
+
+# ---------------------------------------------------------------------- sums over a group's heads
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_the_heads_of_a_group_are_added_in_order(order: tuple[int, ...]) -> None:
+    """Against the same heads launched one at a time; the other order is the negative control."""
+    qkv, do = operands(40, 3, 1, 64, torch.float32)
+    blocks = table(attention_blocks([0, 40]))
+    q, kv = qkv.split([192, 128], 1)
+    total = torch.zeros_like(kv)
+    for head in order:
+        columns = slice(head * 64, head * 64 + 64)
+        alone = torch.cat([q[:, columns], kv], 1)
+        # The scale is a power of two: multiplying each summand by it, or the sum, is the same.
+        total += kernels(alone, do[:, columns].contiguous(), blocks, 1, 1, None)[2][:, 64:]
+    assert same_bytes(kernels(qkv, do, blocks, 3, 1, None)[2][:, 192:], total) == (order == (0, 1, 2))
+
+
+@pytest.mark.usefixtures("_nan_allocations")
+def test_little_scratch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = starts_of((1, 2, 3, 40))
+    qkv, do = operands(starts[-1] + 5, 4, 1, 128, torch.bfloat16)  # two sums of two heads
+    qkv[starts[-1] :] = torch.nan
+    entries = [*attention_blocks(starts, starts[-1] + 5), (NOTHING, NOTHING, NOTHING)]
+    sizes: list[int] = []
+    split = torch.Tensor.split
+
+    def seen(x: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+        sizes.append(len(split(x, size)))
+        return split(x, size)
+
+    monkeypatch.setattr(torch.Tensor, "split", seen)
+    plain = kernels(qkv, do, table(entries), 4, 1, None)
+    monkeypatch.setattr(attention_backward_triton, "SCRATCH_BYTES", 1)
+    pieces = kernels(qkv, do, table(entries), 4, 1, None)
+    assert sizes == [1, 2]
+    assert all(same_bytes(a, b) for a, b in zip((plain[0], plain[2]), (pieces[0], pieces[2]), strict=True))
 
 
 # ---------------------------------------------------------------------- rows of no sequence, views

@@ -18,13 +18,13 @@ SHAPES = (
 )
 
 
-def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, list[str]]]]:
+def cases(arch: int) -> list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, list[str]]]]:
     """(kernel, signature, constexprs, num_warps, num_stages, 16-byte accesses) for the compile test."""
     from gshare.kernels.attention_triton import attention_forward_kernel, forward_tiles, padded
 
     found = []
     for heads, kv_heads, dim, window, dtype in SHAPES:
-        tiles = forward_tiles(dim, 4 if dtype == "*fp32" else 2, heads // kv_heads)
+        tiles = forward_tiles(dim, 4 if dtype == "*fp32" else 2, heads // kv_heads, arch // 10)
         shape = {"STRIDE": (heads + 2 * kv_heads) * dim, "HQ": heads, "HKV": kv_heads, "D": dim}
         shape |= {"WIDTH": padded(dim), "WINDOW": window, "WIDEN": False}
         shape |= {"BLOCK": tiles.block, "SPLIT": tiles.parts, "HEADS": tiles.heads}

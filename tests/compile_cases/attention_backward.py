@@ -20,10 +20,12 @@ SHAPES = (
 )
 
 
-def cases(arch: int) -> list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, list[str]]]]:
+def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, list[str]]]]:
     """(kernel, signature, constexprs, num_warps, num_stages, 16-byte accesses) for the compile test."""
     from gshare.kernels.attention_backward_triton import (
+        SUM_ROWS,
         attention_dkv_kernel,
+        attention_dkv_sum_kernel,
         attention_dq_kernel,
         key_tiles,
         query_tiles,
@@ -33,16 +35,24 @@ def cases(arch: int) -> list[tuple[Any, dict[str, str], dict[str, Any], int, int
     found = []
     for heads, kv_heads, dim, window, dtype in SHAPES:
         size = 4 if dtype == "*fp32" else 2
-        shape = {"STRIDE": (heads + 2 * kv_heads) * dim, "HQ": heads, "HKV": kv_heads, "D": dim}
-        shape |= {"DO_STRIDE": heads * dim, "WIDTH": padded(dim), "WINDOW": window, "WIDEN": False}
-        signature = {"qkv": dtype, "do": dtype, "lse": "*fp32", "delta": "*fp32", "dqkv": dtype}
-        signature |= {"blocks": "*i32", "lse_stride": "i32", "scale": "fp32", "scale_log2e": "fp32"}
-        for kernel, tiles, more in (
-            (attention_dq_kernel, query_tiles(dim, size), {"o": dtype}),
-            (attention_dkv_kernel, key_tiles(dim, size, arch // 10), {}),
+        widths = {"HQ": heads, "HKV": kv_heads, "D": dim, "WIDTH": padded(dim)}
+        inputs = {"STRIDE": (heads + 2 * kv_heads) * dim, "DO_STRIDE": heads * dim}
+        inputs |= {"WINDOW": window, "WIDEN": False}
+        signature = {"qkv": dtype, "do": dtype, "lse": "*fp32", "delta": "*fp32", "blocks": "*i32"}
+        signature |= {"lse_stride": "i32", "scale_log2e": "fp32"}
+        for_queries, for_keys = query_tiles(dim, size), key_tiles(dim, size, heads // kv_heads)
+        sums = {"HEADS": for_keys.heads}
+        for kernel, tiles, types, more in (
+            (attention_dq_kernel, for_queries, {"o": dtype, "dqkv": dtype, "scale": "fp32"}, {}),
+            (attention_dkv_kernel, for_keys, {"partials": "*fp32", "entries": "i32"}, sums),
         ):
-            constants = shape | {"BLOCK": tiles.block, "SPLIT": tiles.parts}
+            constants = more | widths | inputs
+            constants |= {"BLOCK": tiles.block, "SPLIT": tiles.parts, "STEP": tiles.step}
             # Keys are copied past the registers where the loop's loads run ahead.
             wide = {"require": ["cp.async.cg.shared.global" if tiles.stages > 1 else "ld.global.v4.b32"]}
-            found.append((kernel, signature | more, constants, tiles.warps, tiles.stages, wide))
+            found.append((kernel, signature | types, constants, tiles.warps, tiles.stages, wide))
+        signature = {"partials": "*fp32", "dqkv": dtype, "blocks": "*i32", "entries": "i32", "scale": "fp32"}
+        constants = sums | widths | {"BLOCK": for_keys.block, "SPLIT": for_keys.parts, "ROWS": SUM_ROWS}
+        wide = {"require": ["ld.global.v4.b32"]}
+        found.append((attention_dkv_sum_kernel, signature, constants, 4, 3, wide))
     return found
