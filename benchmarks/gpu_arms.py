@@ -12,8 +12,9 @@ import torch
 from gpu_workload import Workload
 from gshare.agent.base.weights import Base
 from gshare.agent.train.adapter import Adapter
-from gshare.agent.train.device_engine import DeviceEngine, Pending
-from gshare.agent.train.device_pass import matrix_table
+from gshare.agent.train.device_engine import DeviceEngine, Pending, Prepared
+from gshare.agent.train.device_optimizer import Verdicts
+from gshare.agent.train.device_pass import group_shapes
 from gshare.agent.train.engine import Part
 from gshare.kernels.layout import GROUPS, Group, LoraPlan
 from gshare.kernels.lora_tables import PassAdapter, PassTables
@@ -76,12 +77,13 @@ def gemm_floor(base: Base, tokens: int) -> float:
             _ = rows(w.shape[0]) @ w
 
     try:
-        return _graph_seconds(run)
+        return graph_seconds(run)
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before if isinstance(before, bool) else (False, False)
 
 
-def _graph_seconds(run: Callable[[], None], repeats: int = 5) -> float:
+def graph_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Median seconds of `run`, captured as a CUDA graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -114,37 +116,37 @@ class Trainer:
             found.append(Part(adapter, rows, step, sum(row.label_tokens for row in rows)))
         return found
 
-    def step(self, step: int, parts: Sequence[Part]) -> tuple[Pending, Any]:
+    def step(self, step: int, work: Prepared | Sequence[Part]) -> tuple[Pending, Verdicts]:
         optimizer = self.engine.optimizer
         optimizer.begin(self.adapters)
-        pending = self.engine.queue(parts)
+        pending = self.engine.queue(work)
         rates = [adapter.spec.learning_rate for adapter in self.adapters]
-        return pending, optimizer.step(self.adapters, [step + 1] * len(parts), rates)
+        return pending, optimizer.step(self.adapters, [step + 1] * len(rates), rates)
 
     def run(self, warm: int, *, overlap: bool = True) -> Measured:
         """All steps; those from `warm` on are timed together."""
         result = Measured(losses={adapter.name: [] for adapter in self.adapters})
         torch.cuda.reset_peak_memory_stats()
-        following = self.parts(0)
+        following = self.engine.prepare(self.parts(0))
         started = time.perf_counter()
         for step in range(self.load.steps):
             if step == warm:
                 torch.cuda.synchronize()
                 result.cold_seconds = time.perf_counter() - started
                 started = time.perf_counter()
-            parts = following
+            prepared = following
             begun = time.perf_counter()
-            pending, verdicts = self.step(step, parts)
+            pending, verdicts = self.step(step, prepared)
             if overlap and step + 1 < self.load.steps:
-                following = self.parts(step + 1)
+                following = self.engine.prepare(self.parts(step + 1))
             losses = pending.losses()
             verdicts.wait()
             if not overlap and step + 1 < self.load.steps:
-                following = self.parts(step + 1)
+                following = self.engine.prepare(self.parts(step + 1))
             for adapter, values in zip(self.adapters, losses, strict=True):
                 result.losses[adapter.name].append(values)
             if step >= warm:
-                result.tokens += sum(part.tokens for part in parts)
+                result.tokens += sum(part.tokens for part in prepared.parts)
                 result.step_seconds.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
         result.seconds = time.perf_counter() - started
@@ -233,16 +235,14 @@ class UngroupedBackend(TritonBackend):
 class UngroupedEngine(DeviceEngine):
     """Fills one table an adapter beside the pass's own."""
 
-    def _start(self, parts: Sequence[Part], *, training: bool) -> Pending:
+    def queue(self, work: Prepared | Sequence[Part]) -> Pending:
         backend = self.backend
         assert isinstance(backend, UngroupedBackend)
-        from gshare.agent.train.device_pass import PassShape, group_shapes
-
-        shape = PassShape.of(parts, training=training)
-        key = (shape, training)
-        cache: dict[Any, list[PassTables]] = self.__dict__.setdefault("_ungrouped", {})
-        if key not in cache:
-            cache[key] = [
+        if not isinstance(work, Prepared):
+            work = self.prepare(work)
+        shape, cache = work.key[0], self.__dict__.setdefault("_ungrouped", {})
+        if work.key not in cache:
+            cache[work.key] = [
                 PassTables(
                     group_shapes(self.base.config),
                     self.base.device,
@@ -253,10 +253,11 @@ class UngroupedEngine(DeviceEngine):
                 )
                 for _ in range(shape.adapters)
             ]
-        backend.tables = cache[key][: len(parts)]
+        backend.tables = cache[work.key][: len(work.parts)]
         start = 0
-        for part, tables in zip(parts, backend.tables, strict=True):
-            matrices = matrix_table(self.arena, part.adapter.name, self.base.config)
-            tables.refresh([PassAdapter(((start, start + part.tokens),), part.scale, matrices)])
+        for part, tables in zip(work.parts, backend.tables, strict=True):
+            span = ((start, start + part.tokens),)
+            fresh = self.optimizer.fresh(part.adapter.name)
+            tables.refresh([PassAdapter(span, part.scale, self._table(part))], [fresh])
             start += part.tokens
-        return super()._start(parts, training=training)
+        return super().queue(work)

@@ -12,6 +12,7 @@ Per pass:
                                          what the sums over tokens of dA and dB run over, in this order
     spans      (max_adapters + 1) int32  granules of adapter i: spans[i] to spans[i + 1]
     scales     (max_adapters) fp32       s / p
+    fresh      (max_adapters) int32      1: the adapter's gradients hold nothing yet, the sums start at zero
     matrices   (ΣJ, max_adapters, 3) int64   a_off, b_off, rank of every linear of every group
 
 Unused blocks hold adapter −1, unused adapters have no granules and rank 0. All of it is one upload into
@@ -20,12 +21,13 @@ memory that stays where it is, so that a captured CUDA graph serves every pass o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
+from gshare.kernels.staging import Staging
 
 #: Tokens of a block and of a granule. The sums of dA and dB are cut by it: a part of the numerics.
 BLOCK_T = 64
@@ -69,7 +71,8 @@ class PassAdapter:
     sequences: (first, end) token ranges, in order, without gaps between them.
     scale: s / p.
     matrices: (ΣJ, 3) int64: a_off, b_off, rank of every linear of every group, group by group; rank 0
-    where the adapter leaves a linear alone. It depends on the arena alone: build it once, not every pass.
+    where the adapter leaves a linear alone. It depends on the arena alone: build it once, not every pass. An
+    array that was given is known again and not read a second time: never change one.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -88,10 +91,11 @@ class GroupTable:
 
 
 class PassTables:
-    """The tables of a pass, refreshed in place.
+    """The tables of a pass, laid out on the host and uploaded into the same memory.
 
     Capacities (they set the kernels' grids): adapters, sequences, blocks (T // 64 + max_adapters is always
     enough) and the highest rank. A pass that exceeds one is refused with ValueError before anything changes.
+    `extra` sections of `staging` are the caller's own and travel in the same copy.
     """
 
     def __init__(
@@ -103,78 +107,77 @@ class PassTables:
         max_sequences: int,
         max_blocks: int,
         max_rank: int,
+        extra: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
     ) -> None:
         assert 1 <= max_rank <= MAX_RANK, f"max_rank {max_rank} is not in 1..{MAX_RANK}"
         self.device, self.max_rank = device, max_rank
         self.max_adapters, self.max_sequences, self.max_blocks = max_adapters, max_sequences, max_blocks
         linears = sum(group.linears for group in groups)
-        # A sequence adds at most one granule to what the adapter's blocks would have been.
-        sections: list[tuple[str, tuple[int, ...], np.dtype]] = [
-            ("matrices", (linears, max_adapters, 3), np.dtype(np.int64)),
-            ("blocks", (max_blocks, 3), np.dtype(np.int32)),
-            ("granules", (max_blocks + max_sequences, 2), np.dtype(np.int32)),
-            ("spans", (max_adapters + 1,), np.dtype(np.int32)),
-            ("scales", (max_adapters,), np.dtype(np.float32)),
-        ]
-        self._places: dict[str, tuple[slice, tuple[int, ...], np.dtype]] = {}
-        at = 0
-        for name, shape, dtype in sections:
-            nbytes = int(np.prod(shape)) * dtype.itemsize
-            self._places[name] = (slice(at, at + nbytes), shape, dtype)
-            at += -(-nbytes // 16) * 16
-        # Two host buffers in turn: the next pass is written while the last one's copy may still be waiting.
-        pinned = device.type == "cuda"
-        self._host = [torch.zeros(at, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._turn = 0
-        self._device = torch.zeros(at, dtype=torch.uint8, device=device)
-        self.blocks, self.granules = self._section("blocks"), self._section("granules")
-        self.spans, self.scales = self._section("spans"), self._section("scales")
-        matrices = self._section("matrices")
+        sections = {
+            "matrices": ((linears, max_adapters, 3), "int64"),
+            "blocks": ((max_blocks, 3), "int32"),
+            # A sequence adds at most one granule to what the adapter's blocks would have been.
+            "granules": ((max_blocks + max_sequences, 2), "int32"),
+            "spans": ((max_adapters + 1,), "int32"),
+            "scales": ((max_adapters,), "float32"),
+            "fresh": ((max_adapters,), "int32"),
+        }
+        self.staging = Staging({**sections, **(extra or {})}, device)
+        # What each host buffer's `matrices` hold: an adapter's are written once for each place it takes.
+        self._written: list[list[np.ndarray | None]] = [[None] * max_adapters for _ in range(2)]
+        on_device = self.staging.device
+        self.blocks, self.granules = on_device["blocks"], on_device["granules"]
+        self.spans, self.scales, self.fresh = on_device["spans"], on_device["scales"], on_device["fresh"]
         self.groups: list[GroupTable] = []
         first = 0
         for group in groups:
             columns = -(-group.linears * column_width(max_rank) // 16) * 16
-            self.groups.append(GroupTable(group, columns, matrices[first : first + group.linears]))
+            matrices = on_device["matrices"][first : first + group.linears]
+            self.groups.append(GroupTable(group, columns, matrices))
             first += group.linears
         self.refresh([])
 
-    def refresh(self, adapters: Sequence[PassAdapter]) -> None:
-        """Tables of a new pass into the same memory, in stream order; the host waits for nothing younger
-        than the upload before last."""
-        blocks, granules, spans = self._lay_out(adapters)
-        host, copied = self._host[self._turn], self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
-        views = {
-            name: host.numpy()[place].view(dtype).reshape(shape)
-            for name, (place, shape, dtype) in self._places.items()
-        }
-        views["blocks"][:] = -1
-        views["blocks"][: len(blocks)] = blocks
-        views["granules"][: len(granules)] = granules
-        views["spans"][:] = spans[-1]
-        views["spans"][: len(spans)] = spans
-        views["matrices"][:, len(adapters) :] = 0
-        for i, adapter in enumerate(adapters):
-            views["matrices"][:, i] = adapter.matrices
-            views["scales"][i] = adapter.scale
-        self._device.copy_(host, non_blocking=True)
-        if self._device.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self._copied[self._turn] = event
-        self._turn = 1 - self._turn
+    def refresh(self, adapters: Sequence[PassAdapter], fresh: Sequence[bool] = ()) -> None:
+        """`lay_out` and `upload`."""
+        self.lay_out(adapters)
+        self.upload(fresh)
 
-    def _section(self, name: str) -> torch.Tensor:
-        place, shape, dtype = self._places[name]
-        torch_dtype = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}[dtype.name]
-        return self._device[place].view(torch_dtype).view(shape)
+    def lay_out(self, adapters: Sequence[PassAdapter]) -> None:
+        """The tables of the next upload, on the host alone; what was laid out and not uploaded is replaced.
+        Waits for nothing younger than the upload before last."""
+        written = self._written[self.staging.turn]
+        blocks, granules, spans = self._tiles(adapters)
+        new = [i for i, adapter in enumerate(adapters) if adapter.matrices is not written[i]]
+        for i in new:
+            self._check_matrices(i, adapters[i].matrices)
+        host = self.staging.host()
+        host["blocks"][len(blocks) :] = -1
+        host["blocks"][: len(blocks)] = blocks
+        host["granules"][: len(granules)] = granules
+        host["spans"][len(spans) :] = spans[-1]
+        host["spans"][: len(spans)] = spans
+        host["scales"][: len(adapters)] = [adapter.scale for adapter in adapters]
+        for i in new:
+            written[i] = adapters[i].matrices
+            host["matrices"][:, i] = adapters[i].matrices
+        for i in range(len(adapters), self.max_adapters):
+            if written[i] is not None:
+                written[i] = None
+                host["matrices"][:, i] = 0
 
-    def _lay_out(self, adapters: Sequence[PassAdapter]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    def upload(self, fresh: Sequence[bool] = ()) -> None:
+        """What was laid out, in stream order. `fresh[i]`: adapter i's gradients hold nothing yet, so that
+        `lora_grads` starts its sums at zero and not at what it finds; left out: false."""
+        flags = self.staging.host()["fresh"]
+        flags[: len(fresh)] = fresh
+        flags[len(fresh) :] = 0
+        self.staging.upload()
+
+    def _tiles(self, adapters: Sequence[PassAdapter]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Blocks, granules and spans; ValueError when they do not fit."""
         blocks: list[tuple[int, int, int]] = []
         granules: list[tuple[int, int]] = []
-        spans, last_token = [0], 0
+        spans, last_token, sequences = [0], 0, 0
         for i, adapter in enumerate(adapters):
             start, end = adapter.sequences[0][0], adapter.sequences[-1][1]
             assert start >= last_token, f"adapter {i} starts at token {start}, inside the one before"
@@ -185,11 +188,7 @@ class PassTables:
                 last_token = stop
             blocks += [(i, t, end) for t in range(start, end, BLOCK_T)]
             spans.append(len(granules))
-            matrices = adapter.matrices
-            assert not (matrices[:, :2] % ALIGN).any(), f"adapter {i}: a matrix off the {ALIGN}-element grid"
-            if matrices[:, 2].max(initial=0) > self.max_rank:
-                raise ValueError(f"adapter {i}: rank {matrices[:, 2].max()} over the tables' {self.max_rank}")
-        sequences = sum(len(adapter.sequences) for adapter in adapters)
+            sequences += len(adapter.sequences)
         for what, count, most in (
             ("adapters", len(adapters), self.max_adapters),
             ("sequences", sequences, self.max_sequences),
@@ -202,6 +201,11 @@ class PassTables:
             np.array(granules, dtype=np.int32).reshape(-1, 2),
             spans,
         )
+
+    def _check_matrices(self, i: int, matrices: np.ndarray) -> None:
+        assert not (matrices[:, :2] % ALIGN).any(), f"adapter {i}: a matrix off the {ALIGN}-element grid"
+        if matrices[:, 2].max(initial=0) > self.max_rank:
+            raise ValueError(f"adapter {i}: rank {matrices[:, 2].max()} over the tables' {self.max_rank}")
 
 
 class LoraWorkspace:

@@ -17,7 +17,8 @@ from gshare.kernels.attention_backward_triton import attention_backward
 from gshare.kernels.attention_triton import attention_forward
 from gshare.kernels.cross_entropy_triton import linear_cross_entropy
 from gshare.kernels.gemm_cuda import CudaGemm
-from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx, lora_grads
+from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
+from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
 from gshare.kernels.lora_swiglu_triton import lora_dx_swiglu_backward_, lora_expand_swiglu

@@ -6,14 +6,14 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors, so the mo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
@@ -23,10 +23,12 @@ from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine
+from gshare.agent.train.device_pass import NOBODY, PassBuffers
 from gshare.agent.train.engine import Engine, Part, Row
 from gshare.kernels.reference_backend import ReferenceBackend
 from gshare.kernels.triton_backend import TritonBackend
 
+CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
@@ -52,7 +54,7 @@ def row(length: int, seed: int) -> Row:
     return Row(draw.integers(3, 200, length).astype(np.int32), trained)
 
 
-# In the interpreter a dot is numpy's, whose bits depend on the tile's width: there every rank has the same cap.
+# In the interpreter a dot is numpy's, whose bits depend on the tile's width: there all ranks have one cap.
 WIDE, WIDER = (9, 16) if CUDA else (7, 8)
 #: Name, spec and lengths of the rows of each adapter.
 JOBS: dict[str, tuple[AdapterSpec, tuple[int, ...]]] = {
@@ -106,3 +108,153 @@ def test_alone_and_packed_have_the_same_bits(base: Base) -> None:
         alone_losses, alone = run(base, [name])
         assert alone_losses[0] == losses[index]
         assert torch.equal(alone[name], grads[name])
+
+
+def test_micro_batches_start_fresh_and_add_up(base: Base) -> None:
+    """4 = 2 + 2 with no gradient zeroed between rounds: what an earlier round left (here NaN) is not read."""
+    engine = DeviceEngine(base, TritonBackend())
+    few = spec("a", target_modules=("v_proj", "up_proj"), layers_to_transform=(1,))
+    adapter = engine.new_adapter("a", few)
+    rows = [row(length, length) for length in (5, 12, 3, 9)]
+    whole = Part(adapter, rows, 0, sum(r.label_tokens for r in rows))
+
+    def in_passes(*cuts: Sequence[Row]) -> torch.Tensor:
+        for key, _ in engine.arena.matrices("a"):
+            engine.arena.view("grads", "a", key).fill_(torch.nan)
+        engine.optimizer.begin([adapter])
+        for cut in cuts:
+            engine.queue([Part(adapter, cut, 0, whole.label_tokens)]).losses()
+        return gradients(engine, adapter)
+
+    expected = in_passes(rows)
+    assert expected.isfinite().all()
+    assert expected.norm() > 0
+    assert torch.equal(in_passes(rows[:2], rows[2:]), expected)
+    with pytest.MonkeyPatch.context() as patch:  # negative control: added to what is there
+        patch.setattr(engine.optimizer, "fresh", lambda name: False)
+        assert in_passes(rows).isnan().any()
+
+
+# ------------------------------------------------------------------ what the host lays out, without a launch
+
+Uploads = list[dict[str, torch.Tensor]]
+
+
+def host_engine(base: Base, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceEngine, Uploads]:
+    """An engine that launches nothing (its n-th pass has n as every loss), and what was uploaded to each."""
+    engine, uploads = DeviceEngine(base, TritonBackend()), []
+
+    def launch(buffers: PassBuffers, training: bool, masks: object) -> torch.Tensor:
+        uploads.append({name: table.clone() for name, table in buffers.device.items()})
+        return torch.full((buffers.shape.labels,), float(len(uploads)), device=DEVICE)
+
+    engine.graphs = False
+    monkeypatch.setattr(engine, "_launch", launch)
+    return engine, uploads
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_tables_say_what_the_rows_are(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, uploads = host_engine(base, monkeypatch)
+    parts = [part(engine, name) for name in JOBS]
+    silent = Row(np.arange(3, 9, dtype=np.int32), np.zeros(6, dtype=bool))
+    parts[0] = replace(parts[0], rows=[silent, *parts[0].rows])
+    engine.optimizer.begin([p.adapter for p in parts[::-1]])
+    losses = engine.queue(parts).losses()
+    found = {name: table.tolist() for name, table in uploads[0].items()}
+    at, label = 0, 0
+    for i, p in enumerate(parts):
+        assert len(losses[i]) == sum(r.label_tokens for r in p.rows)
+        for r in p.rows:
+            length = len(r.tokens)
+            assert found["tokens"][at : at + length] == r.tokens.tolist()
+            assert found["position"][at : at + length] == list(range(length))
+            for t in range(1, length):
+                if r.trained[t]:
+                    assert found["read"][label] == found["write"][label] == at + t - 1
+                    assert found["targets"][label] == r.tokens[t]
+                    assert found["scale"][label] == float(np.float32(1 / p.label_tokens))
+                    assert found["owner"][label] == 2 - i
+                    label += 1
+            at += length
+    for name, filler in {"read": 0, "write": len(found["tokens"]), "targets": -1, "scale": 0.0}.items():
+        assert set(found[name][label:]) == {filler}, name
+    assert set(found["owner"][label:]) == {NOBODY}
+    assert found["fresh"] == [1, 1, 1, 0]
+
+
+def test_a_prepared_pass_uploads_what_a_direct_one_does(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, uploads = host_engine(base, monkeypatch)
+    parts = [part(engine, name) for name in JOBS]
+    engine.queue(parts)
+    prepared = engine.prepare(parts)
+    engine.prepare(parts, training=False)  # another shape's room
+    monkeypatch.setattr(engine, "prepare", None)  # it is not laid out again
+    engine.queue(prepared)
+    assert same(uploads[0], uploads[1])
+
+
+def test_a_prepared_pass_that_is_no_longer_right_is_laid_out_again(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, uploads = host_engine(base, monkeypatch)
+    first = replace(part(engine, "a"), rows=[row(9, 1)])
+    second = replace(first, rows=[row(9, 2)])
+    engine.queue([first])
+    expected = uploads[-1]
+
+    def after(what: Callable[[], object]) -> dict[str, torch.Tensor]:
+        prepared = engine.prepare([first])
+        what()
+        engine.queue(prepared)
+        return uploads[-1]
+
+    assert same(after(lambda: engine.prepare([second])), expected)
+    assert same(after(lambda: engine.queue([second])), expected)
+    assert same(after(lambda: engine.evaluate([first])), expected)
+    engine.queue(used := engine.prepare([first]))
+    engine.queue([second])
+    engine.queue(used)
+    assert same(uploads[-1], expected)
+    engine.new_adapter("other", spec("other"))
+    assert engine._is_stale(engine.prepare([first])) is False
+    prepared = engine.prepare([first])
+    engine.arena.free("other")
+    assert engine._is_stale(prepared), "slots may have moved"
+    monkeypatch.setattr(first.adapter, "spec", spec("a", lora_alpha=99.0))
+    prepared, first.adapter.spec = engine.prepare([first]), spec("a")
+    engine.queue(prepared)
+    assert same(uploads[-1], expected)
+    monkeypatch.setattr(engine, "_is_stale", lambda prepared: False)  # negative control
+    assert not same(after(lambda: engine.prepare([second])), expected)
+
+
+def test_a_pass_is_fresh_once_a_round(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, uploads = host_engine(base, monkeypatch)
+    a, b, c = (part(engine, name) for name in JOBS)
+    engine.optimizer.begin([a.adapter, b.adapter])
+    early = engine.prepare([a, b])
+    for parts, expected in (([a], [1]), ([a, b], [0, 1]), ([a, b], [0, 0]), ([c], [0])):
+        engine.evaluate(parts)
+        engine.queue(parts)
+        assert uploads[-1]["fresh"].tolist() == expected
+    engine.optimizer.begin([b.adapter, a.adapter])
+    engine.queue(early)  # prepared in the round before: flags and seats are this one's
+    assert uploads[-1]["fresh"].tolist() == [1, 1]
+    assert uploads[-1]["owner"].tolist()[0] == 1
+
+
+def test_losses_may_be_asked_for_late_and_in_any_order(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = host_engine(base, monkeypatch)
+    a = part(engine, "a")
+    pending = [engine.queue([a]) for _ in range(4)]
+    dropped = engine.queue([a])
+    del dropped
+    for index in (2, 0, 3):
+        assert set(pending[index].losses()[0]) == {index + 1.0}
+    assert set(engine.queue([a]).losses()[0]) == {6.0}
+    assert set(pending[1].losses()[0]) == {2.0}
+    assert set(pending[0].losses()[0]) == {1.0}

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gshare.kernels import grouped_lora_backward_triton as backward
+from gshare.kernels import grouped_lora_grads_triton as gradients
 from gshare.kernels import grouped_lora_triton as forward
 from gshare.kernels.lora_group import (
     lora_ds_group_reference,
@@ -185,7 +186,7 @@ def test_micro_batches_change_no_bits_of_the_gradients(dtype: torch.dtype) -> No
         for count in cuts:
             part = PassAdapter(first.sequences[at : at + count], first.scale, first.matrices)
             p.tables.refresh([part, second] if at == 0 else [part])
-            backward.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
+            gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
             at += count
         assert at == len(lengths)
         return own_bytes(p, {**out, "grads": grads}, 0)["grads"]
@@ -197,8 +198,38 @@ def test_micro_batches_change_no_bits_of_the_gradients(dtype: torch.dtype) -> No
     joined = ((first.sequences[0][0], first.sequences[-1][1]),)
     p.tables.refresh([PassAdapter(joined, first.scale, first.matrices)])
     grads = p.grads.clone()
-    backward.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
+    gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
     assert own_bytes(p, {**out, "grads": grads}, 0)["grads"] != whole
+
+
+@DTYPES
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+def test_fresh_gradients_have_the_bits_of_zeroed_ones(dtype: torch.dtype, dropout: bool) -> None:
+    """What lay there is not read: NaN. A second call adds to what the first wrote; a neighbour's flag and
+    matrices of a linear that it leaves alone play no part."""
+    shape, lengths = GroupShape(98, (70, 18)), (70, 3, 9, 64)
+    p = make_pass(shape, [Job(1, (9, 20), lengths), Job(2, (5, 0), (9,))], dtype, dropout=dropout)
+    out = run(p)
+    first, second = p.adapters
+
+    def in_calls(start: torch.Tensor, fresh: bool, *cuts: int) -> list[bytes]:
+        grads, at = start.clone(), 0
+        for count in cuts:
+            part = PassAdapter(first.sequences[at : at + count], first.scale, first.matrices)
+            p.tables.refresh([part, second] if at == 0 else [part], [fresh and at == 0])
+            gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0, p.mask)
+            at += count
+        return [own_bytes(p, {**out, "grads": grads}, i)["grads"] for i in range(2)]
+
+    zeroed, dirty = p.grads.clone(), p.grads.clone()
+    for (a_off, b_off, rank), n in zip(first.matrices, shape.out_features, strict=True):
+        for offset, size in ((int(a_off), int(rank) * shape.in_features), (int(b_off), int(rank) * n)):
+            zeroed[offset : offset + size] = 0.0
+            dirty[offset : offset + size] = torch.nan
+    expected = in_calls(zeroed, False, 4)
+    assert in_calls(dirty, True, 4) == expected
+    assert in_calls(dirty, True, 2, 2) == expected
+    assert in_calls(dirty, False, 4)[0] != expected[0]  # negative control
 
 
 def test_refreshed_tables_serve_the_next_pass() -> None:

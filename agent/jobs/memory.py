@@ -156,7 +156,11 @@ def estimate_run(
     evaluation = pass_tokens * _layer_columns(shape, adapters, kept=False) * compute
     parts = (
         MemoryPart("base", _base_bytes(shape, base_dtype), f"{shape.parameters:,} weights, {base_dtype}"),
-        MemoryPart("unpacking", _scratch_bytes(shape, base_dtype, compute), "one dense weight, the largest"),
+        MemoryPart(
+            "unpacking",
+            _scratch_bytes(shape, base_dtype, compute),
+            "one dense group of weights, the largest",
+        ),
         MemoryPart(
             "adapters", sum(_adapter_bytes(shape, a, compute) for a in adapters), "fp32 A, B and gradients"
         ),
@@ -201,7 +205,11 @@ def estimate_generation(
     attention = _SCORE_MATRICES * shape.num_heads * max(prompt_tokens**2, positions) * 4
     parts = (
         MemoryPart("base", _base_bytes(shape, base_dtype), f"{shape.parameters:,} weights, {base_dtype}"),
-        MemoryPart("unpacking", _scratch_bytes(shape, base_dtype, compute), "one dense weight, the largest"),
+        MemoryPart(
+            "unpacking",
+            _scratch_bytes(shape, base_dtype, compute),
+            "one dense group of weights, the largest",
+        ),
         MemoryPart("adapter", adapter_bytes, "A and B"),
         MemoryPart("cache", cache, f"keys and values of {positions:,} tokens"),
         MemoryPart(
@@ -242,12 +250,16 @@ def _base_bytes(shape: ModelShape, base_dtype: BaseDtype) -> int:
     return linears + embeddings * (4 if base_dtype == "fp32" else 2) + 4 * norms
 
 
+#: Linears that are one product, as `kernels.layout.GROUPS` has them (torch is not imported here).
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
 def _scratch_bytes(shape: ModelShape, base_dtype: BaseDtype, compute: int) -> int:
     """The shared buffer that a weight stored otherwise than in the compute dtype is unpacked into."""
     largest = 0
     stored = {"fp32": 4, "bf16": 2}.get(base_dtype)
     if stored != compute:
-        largest = max(math.prod(shape.linear_shape(name)) for name in LINEARS)
+        largest = max(sum(math.prod(shape.linear_shape(name)) for name in members) for members in GROUPS)
     if (4 if base_dtype == "fp32" else 2) != compute:
         largest = max(largest, shape.vocab_size * shape.hidden_size)
     return largest * compute

@@ -136,9 +136,12 @@ class Arena:
         self._weights = _Region(device, purposes)
         self._moments = _Region(device, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
         self._shapes: dict[str, dict[MatrixKey, tuple[int, int]]] = {}
+        #: Goes up whenever a slot comes or goes: what was derived from slots or pointers is good until then.
+        self.generation = 0
 
     def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]], *, moments: bool = True) -> None:
         """A zeroed slot for adapter `name`; without `moments` only weights and gradients."""
+        self.generation += 1
         self._weights.allocate(name, shapes)
         try:
             if moments:
@@ -150,6 +153,7 @@ class Arena:
 
     def free(self, name: str) -> None:
         """Give the adapter's slots back; freeing twice is harmless."""
+        self.generation += 1
         self._shapes.pop(name, None)
         self._weights.slots.pop(name, None)
         self._moments.slots.pop(name, None)

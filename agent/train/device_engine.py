@@ -1,8 +1,9 @@
 """The engine on CUDA: the same pass over tables in device memory, replayed as a CUDA graph where that pays.
 
-A pass is laid out on the host, uploaded, and launched; nothing waits for the device until somebody asks for
-losses. The first pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is
-captured, later ones are replayed. Captured or not, the launches and so the bits are the same.
+A pass is laid out on the host (`prepare`), uploaded and launched (`queue`); nothing waits for the device
+until somebody asks for losses, so a caller prepares the next pass while the device runs this one. The first
+pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is captured, later
+ones are replayed. Captured or not, the launches and so the bits are the same.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from gshare.agent.base.weights import Base
-from gshare.agent.jobs.spec import LINEARS
+from gshare.agent.jobs.spec import LINEARS, AdapterSpec
+from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
 from gshare.agent.train.device_optimizer import DeviceOptimizer
-from gshare.agent.train.device_pass import PassBuffers, PassShape, matrix_table
-from gshare.agent.train.engine import Engine, Part
+from gshare.agent.train.device_pass import PassBuffers, PassRows, PassShape, matrix_table
+from gshare.agent.train.engine import Engine, Part, Verdict
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout import keep_mask
 from gshare.kernels.layout import Group
 from gshare.kernels.lora_tables import LoraWorkspace
+from gshare.kernels.staging import Fetched, Readback
 from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
 
 #: Above this many tokens × parameters the device is slower than the host that launches: about 46 launches a
@@ -41,10 +44,29 @@ class _Entry:
     """A shape that was met: its tables, and its graph once captured."""
 
     buffers: PassBuffers
+    version: int = 0  # changes with what the next upload would carry
     runs: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     nll: torch.Tensor | None = None
     pointers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A pass laid out on the host, for one `queue`; dropping it costs nothing.
+
+    A shape has room for one: preparing another pass of the same shape, or queueing one, takes the room. So
+    does a change of slots or specs. Such a pass is laid out again when it is queued: it is only slower.
+    """
+
+    parts: Sequence[Part]
+    training: bool
+    counts: list[int]
+    specs: list[AdapterSpec]
+    key: tuple[PassShape, bool]
+    entry: _Entry
+    version: int
+    generation: int
 
 
 @dataclass
@@ -52,14 +74,10 @@ class Pending:
     """A pass under way: `losses` waits for it."""
 
     counts: Sequence[int]
-    nll: torch.Tensor  # pinned, being filled
-    done: torch.cuda.Event | None
-    keep: list[torch.Tensor] = field(default_factory=list)
+    nll: Fetched
 
     def losses(self) -> list[list[float]]:
-        if self.done is not None:
-            self.done.synchronize()
-        flat = self.nll.tolist()
+        flat = self.nll.read()[0].tolist()
         ends = list(accumulate(self.counts))
         return [flat[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
@@ -73,38 +91,69 @@ class DeviceEngine(Engine):
         self._matrices: dict[str, tuple[Slot, np.ndarray]] = {}
         self._positions = 2048
         self._workspace = LoraWorkspace(base.device)
+        self._readback = Readback(base.device)
         self.optimizer = DeviceOptimizer(self.arena)
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._parameters = base.config.parameter_count()
 
+    # ------------------------------------------------------------------ rounds
+
+    def begin_round(self, adapters: Sequence[Adapter]) -> None:
+        self.optimizer.begin(adapters)
+
+    def finish_round(
+        self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
+    ) -> list[Verdict]:
+        """Launches the updates and waits for what became of them; without `rates` nothing is updated."""
+        if rates is None:
+            return [Verdict(norm) for norm in self.optimizer.norms(adapters).tolist()]
+        verdicts = self.optimizer.step(adapters, steps, rates).wait()
+        return [
+            Verdict(norm, committed=True, finite=not overflow)
+            for norm, overflow in zip(verdicts.norms.tolist(), verdicts.overflow.tolist(), strict=True)
+        ]
+
     # ------------------------------------------------------------------ passes
 
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
         return self.queue(parts).losses()
 
+    def prepare(self, parts: Sequence[Part], *, training: bool = True) -> Prepared:
+        """Lay a pass out while the device is busy with another; `queue` starts it."""
+        rows = PassRows.of(parts)
+        key = (PassShape.of(parts, rows, training=training, checkpointing=self.checkpointing), training)
+        entry = self._entry(key)
+        while self._positions < np.diff(rows.starts).max():
+            self._positions *= 2
+        entry.buffers.lay_out(parts, rows, [self._table(part) for part in parts], training=training)
+        entry.version += 1
+        specs = [part.adapter.spec for part in parts]
+        return Prepared(parts, training, rows.counts, specs, key, entry, entry.version, self.arena.generation)
+
     @torch.no_grad()
-    def queue(self, parts: Sequence[Part]) -> Pending:
+    def queue(self, work: Prepared | Sequence[Part]) -> Pending:
         """Start a pass; its gradients are in the arena for whatever is launched next."""
-        return self._start(parts, training=True)
+        if not isinstance(work, Prepared):
+            return self._start(work, None, training=True)
+        return self._start(work.parts, work, training=work.training)
 
     @torch.no_grad()
     def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
-        return self._start(parts, training=False).losses()
+        return self._start(parts, None, training=False).losses()
 
-    def _start(self, parts: Sequence[Part], *, training: bool) -> Pending:
+    def _start(self, parts: Sequence[Part], prepared: Prepared | None, *, training: bool) -> Pending:
         self._count(parts)
-        shape = PassShape.of(parts, training=training)
-        entry = self._entry(shape, training)
-        longest = max(len(row.tokens) for part in parts for row in part.rows)
-        while self._positions < longest:
-            self._positions *= 2
-        counts = entry.buffers.fill(
-            parts,
-            [self._table(part) for part in parts],
-            [self.optimizer.seat(part.adapter.name) for part in parts],
-            training=training,
+        if prepared is None or self._is_stale(prepared):
+            prepared = self.prepare(parts, training=training)
+        entry, (shape, _) = prepared.entry, prepared.key
+        names, optimizer = [part.adapter.name for part in parts], self.optimizer
+        entry.version += 1
+        entry.buffers.upload(
+            prepared.counts,
+            [optimizer.seat(name) for name in names],
+            [training and optimizer.fresh(name) for name in names],
         )
         pointers = self._pointers()
         if entry.pointers != pointers:
@@ -119,23 +168,25 @@ class DeviceEngine(Engine):
             masks = _masks(parts, shape, self.base.device) if shape.dropout else None
             nll = self._launch(entry.buffers, training, masks)
         entry.runs += 1
+        if training:
+            optimizer.passed(names)
         assert nll is not None
-        return self._fetch(nll[: sum(counts)], counts)
+        return Pending(prepared.counts, self._readback.fetch(nll))
 
-    def _fetch(self, nll: torch.Tensor, counts: Sequence[int]) -> Pending:
-        if not nll.is_cuda:
-            return Pending(counts, nll.clone(), None)
-        host = torch.empty(nll.shape, dtype=nll.dtype, pin_memory=True)
-        host.copy_(nll, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Pending(counts, host, done, [nll])
+    def _is_stale(self, prepared: Prepared) -> bool:
+        """Whether what was laid out is gone, or is no longer what it would be."""
+        specs = [part.adapter.spec for part in prepared.parts]
+        return (
+            prepared.version != prepared.entry.version
+            or prepared.generation != self.arena.generation
+            or self._entries.get(prepared.key) is not prepared.entry
+            or any(now is not then for now, then in zip(specs, prepared.specs, strict=True))
+        )
 
-    def _entry(self, shape: PassShape, training: bool) -> _Entry:
-        key = (shape, training)
+    def _entry(self, key: tuple[PassShape, bool]) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(PassBuffers(shape, self.base.config, self.base.device))
+            entry = self._entries[key] = _Entry(PassBuffers(key[0], self.base.config, self.base.device))
             if len(self._entries) > MAX_GRAPHS:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
@@ -192,7 +243,7 @@ class DeviceEngine(Engine):
             (0, shape.tokens),
             self.base.device,
             position=device["position"],
-            blocks=device["blocks"],
+            blocks=device["attention"],
             table_rows=self._positions,
         )
         lora = DeviceLora(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena
@@ -19,23 +18,45 @@ from gshare.agent.train.device_pass import NOBODY
 from gshare.kernels.adamw_triton import HYPER_COLUMNS, adamw_, hyper_row
 from gshare.kernels.grad_norm_triton import grad_norms
 from gshare.kernels.slot_table import slot_tables
+from gshare.kernels.staging import Fetched, Readback, Staging
 
 #: Most adapters of one round; one more flag takes what padding rows say.
 MAX_ADAPTERS = NOBODY
 
 
-@dataclass
 class Verdicts:
-    """What became of a round's updates; `wait` before reading."""
+    """What became of a round's updates. Every attribute waits for the device."""
 
-    norms: torch.Tensor  # (A,) fp64, pinned
-    overflow: torch.Tensor  # (A,) int32, pinned: 1 where a new weight is not finite
-    done: torch.cuda.Event | None
+    def __init__(self, fetched: Fetched) -> None:
+        self._fetched = fetched
 
     def wait(self) -> Verdicts:
-        if self.done is not None:
-            self.done.synchronize()
+        self._fetched.read()
         return self
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """(A,) fp64, before clipping."""
+        return self._fetched.read()[0]
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """(A,) int32: 1 where a new weight is not finite."""
+        return self._fetched.read()[1]
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """(A,) int32: 0 where a token's loss was not finite."""
+        return self._fetched.read()[2]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Where a round's adapters lie, on the device."""
+
+    key: tuple[object, ...]
+    slots: torch.Tensor
+    blocks: torch.Tensor
 
 
 class DeviceOptimizer:
@@ -45,46 +66,47 @@ class DeviceOptimizer:
         self.arena = arena
         self.flags = torch.ones(MAX_ADAPTERS + 1, dtype=torch.int32, device=arena.device)
         self._seats: dict[str, int] = {}
-        self._tables: tuple[object, torch.Tensor, torch.Tensor] | None = None
+        self._fresh: set[str] = set()
+        self._tables: _Tables | None = None
+        self._staging: Staging | None = None
+        self._readback = Readback(arena.device)
 
     def begin(self, adapters: Sequence[Adapter]) -> None:
-        """Gradients to zero, flags to finite; passes find their adapters' seats from here on."""
+        """A new round: flags to finite; each adapter's first pass starts its gradients at zero."""
         assert len(adapters) <= MAX_ADAPTERS, len(adapters)
         self._seats = {adapter.name: seat for seat, adapter in enumerate(adapters)}
+        self._fresh = set(self._seats)
         self.flags.fill_(1)
-        for adapter in adapters:
-            self.arena.zero_grads(adapter.name)
 
     def seat(self, name: str) -> int:
         """An adapter outside of the round (evaluation) has the seat nobody reads."""
         return self._seats.get(name, MAX_ADAPTERS)
 
+    def fresh(self, name: str) -> bool:
+        """Whether the round has no gradients of it yet: its next pass must not add to what is there."""
+        return name in self._fresh
+
+    def passed(self, names: Sequence[str]) -> None:
+        """These have gradients now."""
+        self._fresh.difference_update(names)
+
     def norms(self, adapters: Sequence[Adapter]) -> torch.Tensor:
         """(A,) fp64 on the device."""
-        slots, blocks = self._slot_tables(adapters)
-        return grad_norms(self.arena.whole("grads"), slots, blocks)
+        self._zero_unpassed(adapters)
+        tables = self._slot_tables(adapters)
+        return grad_norms(self.arena.whole("grads"), tables.slots, tables.blocks)
 
     def step(self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float]) -> Verdicts:
         """Launch the update of every adapter for its `steps` (from 1) at its learning rate."""
-        arena, device = self.arena, self.arena.device
-        slots, blocks = self._slot_tables(adapters)
-        rows = np.zeros((len(adapters), HYPER_COLUMNS))
-        for row, adapter, step, rate in zip(rows, adapters, steps, rates, strict=True):
-            spec = adapter.spec
-            row[:] = hyper_row(
-                lr=rate,
-                beta1=spec.adam_beta1,
-                beta2=spec.adam_beta2,
-                eps=spec.adam_epsilon,
-                weight_decay=spec.weight_decay,
-                step=step,
-                max_grad_norm=spec.max_grad_norm,
-            )
-        hyper = torch.from_numpy(rows)
-        if device.type == "cuda":
-            hyper = hyper.pin_memory().to(device, non_blocking=True)
-        norms = grad_norms(arena.whole("grads"), slots, blocks)
-        overflow = torch.zeros(len(adapters), dtype=torch.int32, device=device)
+        arena, count = self.arena, len(adapters)
+        tables, staging = self._slot_tables(adapters), self._staging_for(count)
+        # Beside the hyper-parameters zeros travel: no weight has overflown yet.
+        staging.host()["hyper"][:count] = [
+            _hyper(adapter, step, rate) for adapter, step, rate in zip(adapters, steps, rates, strict=True)
+        ]
+        staging.upload()
+        hyper, overflow = (staging.device[name][:count] for name in ("hyper", "overflow"))
+        norms, flags = self.norms(adapters), self.flags[:count]
         compute = arena.whole("compute")
         adamw_(
             arena.whole("params"),
@@ -92,35 +114,50 @@ class DeviceOptimizer:
             arena.whole("exp_avg"),
             arena.whole("exp_avg_sq"),
             None if compute.dtype == torch.float32 else compute,
-            slots,
-            blocks,
+            tables.slots,
+            tables.blocks,
             hyper,
             norms,
-            self.flags[: len(adapters)],
+            flags,
             overflow=overflow,
         )
-        return _fetch(norms, overflow)
+        return Verdicts(self._readback.fetch(norms, overflow, flags))
 
-    def _slot_tables(self, adapters: Sequence[Adapter]) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device; made anew when the round's adapters or their places change."""
-        places = []
+    def _zero_unpassed(self, adapters: Sequence[Adapter]) -> None:
+        """An adapter that had no pass has the last round's gradients still."""
         for adapter in adapters:
-            weights, moments = self.arena.slot(adapter.name), self.arena.moments_slot(adapter.name)
-            places.append((weights.start, moments.start if moments else 0, weights.length))
-        key = tuple(places)
-        if self._tables is None or self._tables[0] != key:
-            slots, blocks = slot_tables(places)
-            self._tables = (key, slots.to(self.arena.device), blocks.to(self.arena.device))
-        return self._tables[1], self._tables[2]
+            if adapter.name in self._fresh:
+                self.arena.zero_grads(adapter.name)
+                self._fresh.discard(adapter.name)
+
+    def _staging_for(self, adapters: int) -> Staging:
+        if self._staging is None or self._staging.device["hyper"].shape[0] < adapters:
+            rows = 1 << (adapters - 1).bit_length()
+            sections = {"hyper": ((rows, HYPER_COLUMNS), "float64"), "overflow": ((rows,), "int32")}
+            self._staging = Staging(sections, self.arena.device)
+        return self._staging
+
+    def _slot_tables(self, adapters: Sequence[Adapter]) -> _Tables:
+        """Made anew when the round's adapters or their places change."""
+        key = (self.arena.generation, *(adapter.name for adapter in adapters))
+        if self._tables is None or self._tables.key != key:
+            places = []
+            for adapter in adapters:
+                weights, moments = self.arena.slot(adapter.name), self.arena.moments_slot(adapter.name)
+                places.append((weights.start, moments.start if moments else 0, weights.length))
+            slots, blocks = (table.to(self.arena.device) for table in slot_tables(places))
+            self._tables = _Tables(key, slots, blocks)
+        return self._tables
 
 
-def _fetch(norms: torch.Tensor, overflow: torch.Tensor) -> Verdicts:
-    if not norms.is_cuda:
-        return Verdicts(norms, overflow, None)
-    host_norms = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
-    host_overflow = torch.empty(overflow.shape, dtype=overflow.dtype, pin_memory=True)
-    host_norms.copy_(norms, non_blocking=True)
-    host_overflow.copy_(overflow, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return Verdicts(host_norms, host_overflow, done)
+def _hyper(adapter: Adapter, step: int, rate: float) -> tuple[float, ...]:
+    spec = adapter.spec
+    return hyper_row(
+        lr=rate,
+        beta1=spec.adam_beta1,
+        beta2=spec.adam_beta2,
+        eps=spec.adam_epsilon,
+        weight_decay=spec.weight_decay,
+        step=step,
+        max_grad_norm=spec.max_grad_norm,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,6 @@ from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.attention_triton import NOTHING, attention_blocks, block_capacity
 from gshare.kernels.layout import GROUPS
 from gshare.kernels.lora_tables import BLOCK_T, GroupShape, PassAdapter, PassTables
-from gshare.kernels.staging import Staging
 
 if TYPE_CHECKING:
     from gshare.agent.base.config import ModelConfig
@@ -44,6 +43,27 @@ def _power(count: int) -> int:
 
 
 @dataclass(frozen=True)
+class PassRows:
+    """The rows of a pass, joined; nothing here depends on where its adapters lie."""
+
+    tokens: np.ndarray  # (n,) int32
+    starts: np.ndarray  # (S + 1,) int64: first token of each sequence, and n
+    labels: np.ndarray  # (m,) int64: the tokens that are predicted, each from the one before it
+    counts: list[int]  # of `labels`, for each part
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> PassRows:
+        rows = [row for part in parts for row in part.rows]
+        starts = np.array([0, *accumulate(len(row.tokens) for row in rows)])
+        trained = np.concatenate([row.trained for row in rows])
+        trained[starts[:-1]] = False  # nothing predicts a sequence's first token
+        labels = np.flatnonzero(trained)
+        ends = starts[list(accumulate((len(part.rows) for part in parts), initial=0))]
+        counts = np.diff(np.searchsorted(labels, ends)).tolist()
+        return cls(np.concatenate([row.tokens for row in rows]), starts, labels, counts)
+
+
+@dataclass(frozen=True)
 class PassShape:
     """What a pass must have in common with another to share its memory, its launches and its graph."""
 
@@ -58,19 +78,21 @@ class PassShape:
     dropout: bool
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, training: bool) -> PassShape:
+    def of(
+        cls, parts: Sequence[Part], rows: PassRows, *, training: bool, checkpointing: bool = False
+    ) -> PassShape:
         specs = [part.adapter.spec for part in parts]
         targets = {linear for spec in specs for linear in spec.targets}
         rank = max(spec.r for spec in specs)
         return cls(
-            tokens=rung(sum(part.tokens for part in parts)),
-            labels=rung(sum(row.label_tokens for part in parts for row in part.rows)),
+            tokens=rung(len(rows.tokens)),
+            labels=rung(len(rows.labels)),
             adapters=_power(len(parts)),
-            sequences=_power(sum(len(part.rows) for part in parts)),
+            sequences=_power(len(rows.starts) - 1),
             rank=next(known for known in _RANKS if known >= rank),
             groups=frozenset(name for name, members in GROUPS.items() if targets & set(members)),
             lowest=min(part.adapter.lowest_layer for part in parts),
-            checkpoint=training and any(spec.gradient_checkpointing for spec in specs),
+            checkpoint=training and (checkpointing or any(spec.gradient_checkpointing for spec in specs)),
             dropout=training and any(spec.lora_dropout > 0 for spec in specs),
         )
 
@@ -102,7 +124,7 @@ def matrix_table(arena: Arena, name: str, config: ModelConfig) -> np.ndarray:
 
 
 class PassBuffers:
-    """The device memory of one shape's tables. `fill` writes a pass into it, in stream order."""
+    """The device memory of one shape's tables: a pass is laid out on the host, then uploaded."""
 
     def __init__(self, shape: PassShape, config: ModelConfig, device: torch.device) -> None:
         self.shape = shape
@@ -113,10 +135,7 @@ class PassBuffers:
             max_sequences=shape.sequences,
             max_blocks=shape.tokens // BLOCK_T + shape.adapters,
             max_rank=shape.rank,
-        )
-        self._block_rows = block_capacity(shape.tokens, shape.sequences)
-        self._staging = Staging(
-            {
+            extra={
                 "tokens": ((shape.tokens,), "int64"),
                 "read": ((shape.labels,), "int64"),
                 "write": ((shape.labels,), "int64"),
@@ -124,51 +143,48 @@ class PassBuffers:
                 "owner": ((shape.labels,), "int64"),
                 "scale": ((shape.labels,), "float32"),
                 "position": ((shape.tokens,), "int32"),
-                "blocks": ((self._block_rows, 3), "int32"),
+                "attention": ((block_capacity(shape.tokens, shape.sequences), 3), "int32"),
             },
-            device,
         )
-        self.device = self._staging.device
+        self.device = self.tables.staging.device
 
-    def fill(
-        self, parts: Sequence[Part], matrices: Sequence[np.ndarray], seats: Sequence[int], *, training: bool
-    ) -> list[int]:
-        """Lay out `parts`, with their `matrix_table`s and their seats in the round; returns each one's label
-        rows."""
-        shape, host = self.shape, self._staging.host()
-        rows = [row for part in parts for row in part.rows]
-        starts = [0, *accumulate(len(row.tokens) for row in rows)]
-        host["tokens"][: starts[-1]] = np.concatenate([row.tokens for row in rows])
-        host["tokens"][starts[-1] :] = 0
-        host["position"][starts[-1] :] = 0
+    def lay_out(
+        self, parts: Sequence[Part], rows: PassRows, matrices: Sequence[np.ndarray], *, training: bool
+    ) -> None:
+        """The next upload, on the host alone: `parts`, their `rows` and their `matrix_table`s. A pass that
+        was laid out and not uploaded is replaced."""
+        shape, host = self.shape, self.tables.staging.host()
+        starts, n, m = rows.starts.tolist(), len(rows.tokens), len(rows.labels)
+        host["tokens"][:n] = rows.tokens
+        host["tokens"][n:] = 0
+        host["position"][:n] = np.arange(n) - np.repeat(rows.starts[:-1], np.diff(rows.starts))
+        host["position"][n:] = 0
         blocks = attention_blocks(starts, shape.tokens)
-        host["blocks"][:] = NOTHING
-        host["blocks"][: len(blocks)] = blocks
-        adapters, counts, label, sequence = [], [], 0, 0
-        for part, table, seat in zip(parts, matrices, seats, strict=True):
-            first_label, spans = label, []
-            for row in part.rows:
-                start, end = starts[sequence], starts[sequence + 1]
-                host["position"][start:end] = np.arange(end - start)
-                where = np.flatnonzero(row.trained[1:])
-                upto = label + len(where)
-                host["read"][label:upto] = start + where
-                host["targets"][label:upto] = row.tokens[1:][where]
-                label, sequence = upto, sequence + 1
-                spans.append((start, end))
-            host["scale"][first_label:label] = np.float32(1.0 / max(part.label_tokens, 1))
-            host["owner"][first_label:label] = seat
-            counts.append(label - first_label)
-            adapters.append(
-                PassAdapter(tuple(spans), part.scale if training else part.adapter.spec.scaling, table)
-            )
-        host["write"][:label] = host["read"][:label]
+        host["attention"][: len(blocks)] = blocks
+        host["attention"][len(blocks) :] = NOTHING
         # Padding label rows read row 0, have no target, and write to the row past the last.
-        host["read"][label:] = 0
-        host["write"][label:] = shape.tokens
-        host["targets"][label:] = -1
-        host["scale"][label:] = 0.0
-        host["owner"][label:] = NOBODY
-        self._staging.upload()
-        self.tables.refresh(adapters)
-        return counts
+        host["read"][:m] = host["write"][:m] = rows.labels - 1
+        host["read"][m:], host["write"][m:] = 0, shape.tokens
+        host["targets"][:m] = rows.tokens[rows.labels]
+        host["targets"][m:] = -1
+        host["scale"][:m] = np.repeat([1.0 / max(part.label_tokens, 1) for part in parts], rows.counts)
+        host["scale"][m:] = 0.0
+        spans = iter(pairwise(starts))
+        self.tables.lay_out(
+            [
+                PassAdapter(
+                    tuple(islice(spans, len(part.rows))),
+                    part.scale if training else part.adapter.spec.scaling,
+                    table,
+                )
+                for part, table in zip(parts, matrices, strict=True)
+            ]
+        )
+
+    def upload(self, counts: Sequence[int], seats: Sequence[int], fresh: Sequence[bool]) -> None:
+        """What was laid out, in stream order, with what the round knows of each part: its seat, and whether
+        its gradients hold nothing yet."""
+        owner, m = self.tables.staging.host()["owner"], sum(counts)
+        owner[:m] = np.repeat(seats, counts)
+        owner[m:] = NOBODY
+        self.tables.upload(fresh)

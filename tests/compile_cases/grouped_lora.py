@@ -20,6 +20,7 @@ def cases() -> list[Case]:
     """Every kernel in bf16 and fp32: an 8B's qkv at ranks up to 16 and up to 256, with and without masks,
     split over programs or not, and a group of one linear whose width no tile divides."""
     from gshare.kernels import grouped_lora_backward_triton as backward
+    from gshare.kernels import grouped_lora_grads_triton as gradients
     from gshare.kernels import grouped_lora_triton as forward
     from gshare.kernels.lora_tables import BLOCK_T, column_width
 
@@ -38,7 +39,8 @@ def cases() -> list[Case]:
             sizes = dict(zip(("N0", "N1", "N2"), (*outs, 0, 0), strict=False))
             i64, i32, fp32 = "*i64", "*i32", "*fp32"
             tables = {"blocks": i32, "table": i64, "scales": fp32, "adapters": "i32", "tokens": "i32"}
-            tables |= {"partials": fp32, "counters": i32, "granules": i32, "spans": i32, "grads": fp32}
+            tables |= {"partials": fp32, "counters": i32, "granules": i32, "spans": i32, "fresh": i32}
+            tables["grads"] = fp32
             tensors = dict.fromkeys(("x", "y", "s", "flat", "dy", "ds", "dx"), dtype)
             strides = dict.fromkeys(("x_stride", "y_stride", "s_stride"), "i32")
             strides |= dict.fromkeys(("dy_stride", "ds_stride", "dx_stride"), "i32")
@@ -63,8 +65,8 @@ def cases() -> list[Case]:
                 grads = {"A_TILES": -(-columns // block_c), "B_TILES": -(-max_rank // rank_c)}
                 grads |= {"A_COLUMNS": block_c, "B_COLUMNS": rank_c, "BLOCK_F": block_f}
                 grads |= {"K": k, "HAS_MASK": masked}
-                loads = backward.grad_stages((block_f + max(block_c, rank_c)) * BLOCK_T * size, masked)
+                loads = gradients.grad_stages((block_f + max(block_c, rank_c)) * BLOCK_T * size, masked)
                 found.append(
-                    _case(backward._grads_kernel, types, {**common, **sizes, **grads}, forward.WARPS, loads)
+                    _case(gradients._grads_kernel, types, {**common, **sizes, **grads}, forward.WARPS, loads)
                 )
     return found

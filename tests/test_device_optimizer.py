@@ -1,0 +1,160 @@
+"""The optimizer step of a round on the device: the bits of `Adapter.update`, and who is left as it was.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from ieee_sqrt import ieee_sqrt
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.train import device_optimizer
+from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.arena import Arena, MatrixKey
+from gshare.agent.train.device_optimizer import DeviceOptimizer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = {
+    MatrixKey(0, "q_proj", "A"): (3, 100),
+    MatrixKey(0, "q_proj", "B"): (1500, 3),
+    MatrixKey(1, "o_proj", "A"): (4, 7),
+}
+#: Three of a round, in the order of their seats.
+SPECS = {
+    "a": {"max_grad_norm": 0.5},
+    "b": {"weight_decay": 0.2, "adam_beta2": 0.95, "max_grad_norm": 0.0},
+    "c": {"adam_epsilon": 1e-6},
+}
+RATES = (1e-3, 2e-4, 5e-2)
+
+
+@pytest.fixture(autouse=True)
+def _reference_rounds_square_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "sqrt", ieee_sqrt)
+
+
+def new_round(dtype: torch.dtype = torch.float32, **changes: object) -> tuple[DeviceOptimizer, list[Adapter]]:
+    arena = Arena(DEVICE, dtype)
+    arena.allocate("before", {MatrixKey(0, "q_proj", "A"): (1, 16)})
+    adapters = []
+    for seed, (name, values) in enumerate(SPECS.items()):
+        given: dict[str, object] = {"name": name, "data": "d", "output_dir": "o", "seed": seed}
+        spec = AdapterSpec(**given, **values, **changes)  # type: ignore[arg-type]
+        adapters.append(Adapter(name, spec, arena, SHAPES))
+    return DeviceOptimizer(arena), adapters
+
+
+def give_gradients(optimizer: DeviceOptimizer, adapters: Sequence[Adapter], step: int) -> None:
+    """As passes would leave them."""
+    for seed, adapter in enumerate(adapters):
+        generator = torch.Generator().manual_seed(100 * step + seed)
+        for key, shape in SHAPES.items():
+            drawn = torch.randn(shape, generator=generator) * 0.1
+            adapter.arena.view("grads", adapter.name, key).copy_(drawn)
+    optimizer.passed([adapter.name for adapter in adapters])
+
+
+def state(adapter: Adapter) -> dict[str, torch.Tensor]:
+    compute = {
+        f"compute {key}": adapter.arena.compute_view(adapter.name, key).cpu().clone() for key in SHAPES
+    }
+    return {**adapter.parameters(), **adapter.optimizer_tensors(), **compute}
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_three_steps_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """Given the norm: the two backends fold it in different orders (`grad_norm_triton.py`)."""
+    optimizer, ours = new_round(dtype)
+    _, theirs = new_round(dtype)
+    for step in (1, 2, 3):
+        optimizer.begin(ours)
+        give_gradients(optimizer, ours, step)
+        verdicts = optimizer.step(ours, [step] * 3, RATES)
+        give_gradients(DeviceOptimizer(theirs[0].arena), theirs, step)
+        for adapter, rate, norm in zip(theirs, RATES, verdicts.norms.tolist(), strict=True):
+            assert norm == pytest.approx(adapter.gradient_norm(), rel=1e-14)
+            adapter.update(step=step, learning_rate=rate, norm=norm)
+        assert verdicts.overflow.tolist() == [0, 0, 0]
+        assert verdicts.finite.tolist() == [1, 1, 1]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert not differing(state(mine), state(other))
+    optimizer.begin(ours)
+    give_gradients(optimizer, ours, 4)
+    optimizer.step(ours, [4] * 3, RATES).wait()
+    assert len(differing(state(ours[1]), state(theirs[1]))) >= len(SHAPES)  # negative control: a step more
+
+
+def test_an_adapter_that_is_not_finite_is_left_as_it_was() -> None:
+    """By its loss or by its gradients; the others step as if it were not there."""
+    optimizer, adapters = new_round()
+    optimizer.begin(adapters)
+    give_gradients(optimizer, adapters, 1)
+    expected, others = new_round()
+    expected.begin(others)
+    give_gradients(expected, others, 1)
+    expected.step(others, [1] * 3, RATES).wait()
+    before = [state(adapter) for adapter in adapters]
+    optimizer.flags[0] = 0
+    adapters[2].arena.view("grads", "c", MatrixKey(1, "o_proj", "A"))[0, 0] = torch.inf
+    verdicts = optimizer.step(adapters, [1] * 3, RATES)
+    assert verdicts.finite.tolist() == [0, 1, 1]
+    assert verdicts.norms.isfinite().tolist() == [True, True, False]
+    for index in (0, 2):
+        assert not differing(state(adapters[index]), before[index])
+    assert not differing(state(adapters[1]), state(others[1]))
+    assert differing(state(adapters[1]), before[1])
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_weight_that_overflows_is_said_in_its_own_round() -> None:
+    optimizer, adapters = new_round()
+    optimizer.begin(adapters)
+    give_gradients(optimizer, adapters, 1)
+    overflown = optimizer.step(adapters, [1] * 3, (1e-3, 1e38, 1e-3))
+    optimizer.begin(adapters[::2])
+    give_gradients(optimizer, adapters[::2], 2)
+    later = optimizer.step(adapters[::2], [2] * 2, (1e-3, 1e-3))
+    assert later.overflow.tolist() == [0, 0]
+    assert overflown.overflow.tolist() == [0, 1, 0]
+    assert overflown.norms.isfinite().all(), "nothing but the weights says it"
+
+
+def test_an_adapter_without_a_pass_has_no_gradients() -> None:
+    """A round writes no zeros beforehand: what an earlier round left must not be stepped by."""
+    optimizer, adapters = new_round()
+    optimizer.begin(adapters)
+    give_gradients(optimizer, adapters, 1)
+    optimizer.begin(adapters)
+    optimizer.passed(["a", "c"])
+    norms = optimizer.step(adapters, [1] * 3, RATES).norms
+    assert norms[1] == 0
+    assert norms[0] > 0
+
+
+def test_tables_follow_the_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaver's slot is taken by another: the same names in other places."""
+    made, real = [], device_optimizer.slot_tables
+    monkeypatch.setattr(device_optimizer, "slot_tables", lambda places: made.append(places) or real(places))
+    optimizer, adapters = new_round()
+    for _ in range(3):
+        optimizer.begin(adapters)
+        optimizer.step(adapters, [1] * 3, RATES).wait()
+    assert len(made) == 1
+    adapters[0].close()
+    optimizer.begin(adapters[1:])
+    optimizer.step(adapters[1:], [1] * 2, RATES[1:]).wait()
+    assert len(made) == 2
+    assert made[1] == made[0][1:]
