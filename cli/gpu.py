@@ -20,12 +20,12 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, UsageError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, GshareError, UsageError
 from gshare.agent.jobs.names import plain
 from gshare.agent.vram.budget import parse_budget, parse_duration
 from gshare.agent.vram.clock import start_ticks
 from gshare.agent.vram.devices import Device
-from gshare.agent.vram.guard import candidates, reserve
+from gshare.agent.vram.guard import WAIT_SECONDS, candidates, reserve
 from gshare.agent.vram.identify import find_devices
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
 from gshare.agent.vram.owners import RESERVATION_VARIABLE
@@ -34,6 +34,7 @@ from gshare.agent.vram.repair import repair as repair_ledger
 from gshare.agent.vram.status import status as read_status
 from gshare.agent.vram.watch import run_program
 from gshare.cli.gpu_view import render
+from gshare.cli.streams import ClosedStream, say
 
 app = App(name="gpu", help="Who has reserved which GPU's memory; any program under a reservation.")
 app.command("gshare.cli.gpu_trace:trace", name="trace", help="Where a run's time went; what sharing cost.")
@@ -76,7 +77,7 @@ def run(
     gpu: Annotated[str | None, Parameter(alias="--gpus")] = None,
     strict: Flag = False,
     wait_gpu: Annotated[bool, Parameter(negative="--no-wait-gpu")] = True,
-    timeout: str = "1h",
+    timeout: str | None = None,
     task: str | None = None,
 ) -> int:
     """Run a program under a reservation; CUDA_VISIBLE_DEVICES names its GPU by UUID.
@@ -105,7 +106,7 @@ def run(
             "gpu run: no program; write it after --, as in: gshare gpu run --vram 8 -- python train.py"
         )
     budget = parse_budget(vram)
-    seconds = parse_duration(timeout, what="--timeout") if wait_gpu else 0.0
+    seconds = _patience(timeout, wait_gpu)
     ledger = Ledger()
     with reserve(
         budget,
@@ -113,11 +114,11 @@ def run(
         devices=_devices(ledger, gpu),
         timeout_s=seconds,
         kind="run",
-        on_wait=Announcer(_say),
-        on_warning=_say,
+        on_wait=Announcer(say),
+        on_warning=say,
         ledger=ledger,
     ) as reservation:
-        return run_program(reservation, command, strict=strict, notify=_say)
+        return run_program(reservation, command, strict=strict, notify=say)
 
 
 @app.command
@@ -129,8 +130,8 @@ def hold(
     pid: int | None = None,
     renew: str | None = None,
     wait_gpu: Annotated[bool, Parameter(negative="--no-wait-gpu")] = True,
-    timeout: str = "1h",
-    task: str = "hold",
+    timeout: str | None = None,
+    task: str | None = None,
 ) -> None:
     """Reserve memory for a while without a process of ours: for a notebook. Prints the reservation's id.
 
@@ -145,36 +146,43 @@ def hold(
     pid
         The notebook's process: its memory then counts as the hold's, not a second time.
     renew
-        Let the hold of this id run so long from now instead of making one.
+        Let the hold of this id run so long from now instead of making one; goes with --for alone.
     wait_gpu
         Wait in the queue when it does not fit now; --no-wait-gpu exits with 75 instead.
     timeout
         How long to wait: 90 (seconds), 30m, 1h.
     task
-        What other users see.
+        What other users see; "hold" by default.
     """
     seconds = parse_duration(lease)
-    ledger = Ledger()
+    patience = _patience(timeout, wait_gpu)
     if renew is not None:
-        print(ledger.renew_lease(renew, seconds).id)
+        given = {"--vram": vram, "--gpu": gpu, "--pid": pid, "--timeout": timeout, "--task": task}
+        others = [flag for flag, value in given.items() if value is not None]
+        others += [] if wait_gpu else ["--no-wait-gpu"]
+        if others:
+            raise UsageError(f"gpu hold: --renew changes the time alone; leave {', '.join(others)} out")
+        print(Ledger().renew_lease(renew, seconds).id)
         return
     if vram is None:
         raise UsageError("gpu hold: --vram is missing; write how much, as in --vram 8")
     if pid is not None and start_ticks(pid) is None:
         raise UsageError(f"--pid {pid}: there is no such process")
+    if isinstance(sys.stdout, ClosedStream):
+        raise GshareError("gpu hold: stdout is closed; the id that it prints is needed to give the hold back")
+    ledger = Ledger()
     wanted = Wanted(
         mb=parse_budget(vram),
         devices=candidates(ledger, _devices(ledger, gpu)),
-        task=_one_line(task),
+        task=_one_line(task if task is not None else "hold"),
         kind="hold",
         pid=pid or 0,
         lease_s=seconds,
     )
-    patience = parse_duration(timeout, what="--timeout") if wait_gpu else 0.0
-    grant: Grant = wait_for(ledger, wanted, timeout_s=patience, on_wait=Announcer(_say))
-    print(grant.row.id)
+    grant = wait_for(ledger, wanted, timeout_s=patience, on_wait=Announcer(say))
+    _print_id(ledger, grant)
     if pid is None:
-        _say(
+        say(
             f"start the program with {RESERVATION_VARIABLE}={grant.row.id} "
             f"CUDA_VISIBLE_DEVICES={grant.device.cuda_name or ''}, or its memory counts a second time"
         )
@@ -190,7 +198,7 @@ def release(id: str) -> None:
         The reservation's id, or the beginning of one.
     """
     row = Ledger().end_lease(id)
-    _say(f"released {row.id}: {row.budget_mb} MiB on {row.gpu_uuid}")
+    say(f"released {row.id}: {row.budget_mb} MiB on {row.gpu_uuid}")
 
 
 @app.command
@@ -201,8 +209,29 @@ def repair() -> int:
         kept = f", kept as {item.kept}" if item.kept else ""
         print(plain(f"{item.name}: {item.reason}: {item.outcome}{kept}"))
     if not found:
-        _say("nothing to repair")
+        say("nothing to repair")
     return EXIT_OK if all(item.kept for item in found) else EXIT_FAILURE
+
+
+def _patience(timeout: str | None, wait_gpu: bool) -> float:
+    """Seconds to wait for memory, 0 not at all. UsageError for a time to wait and not to wait at once."""
+    if timeout is None:
+        return WAIT_SECONDS if wait_gpu else 0.0
+    if not wait_gpu:
+        raise UsageError("--timeout and --no-wait-gpu: give one of them")
+    return parse_duration(timeout, what="--timeout")
+
+
+def _print_id(ledger: Ledger, grant: Grant) -> None:
+    """Print the hold's id, or give the hold back: who does not know its id cannot."""
+    try:
+        print(grant.row.id, flush=True)
+    except BaseException as error:
+        ledger.release(grant)
+        if not isinstance(error, OSError):
+            raise
+        text = f"gpu hold: its id cannot be printed: {error.strerror}; nothing stays reserved"
+        raise GshareError(text) from None
 
 
 def _devices(ledger: Ledger, text: str | None) -> tuple[Device, ...] | None:
@@ -214,7 +243,3 @@ def _devices(ledger: Ledger, text: str | None) -> tuple[Device, ...] | None:
 def _one_line(text: str) -> str:
     line = "".join(char if char.isprintable() else " " for char in text)
     return line if len(line) <= MAX_TASK else line[: MAX_TASK - 1] + "…"
-
-
-def _say(text: str) -> None:
-    print(f"gshare: {text}", file=sys.stderr, flush=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from gshare.agent.errors import GshareError
+from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.names import plain
 from gshare.agent.service.traces import find_trace
 from gshare.agent.trace import SharingReport
-from gshare.agent.trace_file import Trace, read_trace
+from gshare.agent.trace_file import OLDER, Trace, read_trace
 from gshare.cli.gpu_view import show_age
 
 Flag = Annotated[bool, Parameter(negative=())]
@@ -30,10 +30,19 @@ def trace(run: str, *, export: Path | None = None, json: Flag = False) -> None:
         Print one JSON object instead.
     """
     path = find_trace(run)
+    if export is not None:
+        _check_target(export, path)
     found = read_trace(path)
     if export is not None:
         write_export(found, export)
     print(json_module.dumps(as_json(path, found)) if json else "\n".join(lines(path, found)))
+
+
+def _check_target(target: Path, path: Path) -> None:
+    """UsageError when the export would take the place of the trace itself, or of its older part."""
+    for own in (path, path.with_name(path.name + OLDER)):
+        if target.exists() and own.exists() and target.samefile(own):
+            raise UsageError(f"--export: {target} is the trace itself; name another file")
 
 
 def write_export(found: Trace, target: Path) -> None:

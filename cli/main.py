@@ -18,9 +18,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_USAGE, GshareError
+from gshare.cli.streams import ClosedStream, Stdout, drop_unwritten, stdout_fault
 
 if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
@@ -80,16 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an error of user or program."""
     try:
         _open_standard_streams()
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_SIGINT)
+        code = _fail("interrupted", EXIT_SIGINT)
+    drop_unwritten()
+    return code
 
 
 def _open_standard_streams() -> None:
     """/dev/null in the place of each standard stream that the caller closed.
 
     Python has None there, which has no methods; and the next file opened (a lock, a socket) would get the
-    number of the closed one and be taken for it.
+    number of the closed one and be taken for it. An open stdout is watched for its faults.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -99,7 +103,11 @@ def _open_standard_streams() -> None:
             assert opened == number, (opened, number)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            stdin = number == 0
+            stream = os.fdopen(0, encoding="utf-8", closefd=False) if stdin else ClosedStream(number)
+            setattr(sys, name, stream)
+    if type(sys.stdout) is TextIOWrapper:
+        sys.stdout = Stdout(sys.stdout)
 
 
 def _run(tokens: list[str]) -> int:
@@ -118,7 +126,9 @@ def _run(tokens: list[str]) -> int:
         return _unexpected(error)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return _leave_quietly()
+            return EXIT_FAILURE  # `gshare … | head`: nobody is there to be told
+        if (fault := stdout_fault()) is not None:
+            return _fail(f"stdout cannot be written: {fault.strerror}", EXIT_FAILURE)
         return _unexpected(error)
     except Exception as error:
         return _unexpected(error)
@@ -176,12 +186,6 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(STDOUT, 0)  # POLLERR, POLLHUP and POLLNVAL are always reported
     return bool(poll.poll(0))
-
-
-def _leave_quietly() -> int:
-    """Point stdout at nothing, so that the interpreter's last flush does not complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-    return EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from gshare.kernels.grouped_lora_triton import (
 from gshare.kernels.launch import ceil_div, launch
 from gshare.kernels.lora_tables import BLOCK_T, PassTables
 from gshare.kernels.swiglu_triton import swiglu_gradients, swiglu_product
-from gshare.kernels.triton_common import INTERPRET, narrow
+from gshare.kernels.triton_common import INTERPRET
 from gshare.kernels.triton_rounding import round_to
 
 #: With four a thread has 32 elements of each operand: 141 and 196 registers on sm_90, 78 and 119 with eight.
@@ -101,14 +101,14 @@ def _expand_swiglu_kernel(
         if rank > 0:
             b = flat + offset(table, adapters, adapter, 0, 1)
             acc = expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, WIDEN)
-            gate = narrow(gate.to(tl.float32) + acc, dtype, WIDEN)
+            gate = round_to(gate.to(tl.float32) + acc, dtype)
             tl.store(places, gate, mask=keep)
         s_rows += column_width(rank)
         rank = rank_of(table, adapters, adapter, 1)
         if rank > 0:
             b = flat + offset(table, adapters, adapter, 1, 1)
             acc = expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, WIDEN)
-            up = narrow(up.to(tl.float32) + acc, dtype, WIDEN)
+            up = round_to(up.to(tl.float32) + acc, dtype)
             tl.store(places + I, up, mask=keep)
     product = swiglu_product(gate.to(tl.float32), up.to(tl.float32))
     tl.store(m + row * I + n[None, :], round_to(product, dtype), mask=keep)
@@ -211,7 +211,7 @@ def _dx_swiglu_kernel(
             total = dx_sum(ds + row * ds_stride, t_ok, a_rows, n, rank, I, BLOCK_T, BLOCK_N, BLOCK_R, WIDEN)
             if HAS_MASK:
                 total = tl.where(tl.load(mask + at_m, mask=keep, other=0) != 0, total, 0.0)
-        d = narrow(d.to(tl.float32) + total, dtype, WIDEN)
+        d = round_to(d.to(tl.float32) + total, dtype)
     d_gate, d_up = swiglu_gradients(d.to(tl.float32), gate.to(tl.float32), up.to(tl.float32))
     tl.store(d_gate_up + at, round_to(d_gate, dtype), mask=keep)
     tl.store(d_gate_up + at + I, round_to(d_up, dtype), mask=keep)

@@ -172,6 +172,12 @@ def test_a_hold_takes_a_notebooks_memory_as_its_own(ledger: Ledger, tmp_path: Pa
     assert gpu(tmp_path, "hold", "--vram", "4", "--for", "1h", "--pid", str(os.getpid()))[0] == 0
     shown = status(ledger).devices[0]
     assert (shown.outside_mb, shown.available_ledger_mb) == (0, 8500 - 4096)
+    used = f"[{{ pid = {os.getpid()}, used_mb = 6000 }}]"
+    write_devices(tmp_path / "devices.toml", device(processes=used))  # nobody writes a hold's peak down
+    shown = status(ledger).devices[0]
+    assert (shown.outside_mb, shown.available_ledger_mb) == (6000 - 4096, 8500 - 6000)
+    assert gpu(tmp_path, "run", "--vram", "2501MiB", "--no-wait-gpu", "--", "true")[0] == 75
+    assert gpu(tmp_path, "run", "--vram", "2500MiB", "--no-wait-gpu", "--", "true")[0] == 0
 
 
 def test_release_of_a_living_process_is_refused(ledger: Ledger, tmp_path: Path) -> None:
@@ -277,3 +283,113 @@ def test_another_users_text_cannot_drive_the_terminal(ledger: Ledger) -> None:
 def test_ages() -> None:
     shown = [show_age(seconds) for seconds in (0, 59.9, 60, 3599, 8100, 90_000, None)]
     assert shown == ["0s", "59s", "1m 0s", "59m 59s", "2h 15m", "1d 1h", "before the last boot"]
+
+
+# Streams that take nothing
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        ("> /dev/full", "its id cannot be printed: No space left on device; nothing stays reserved"),
+        (">&-", "stdout is closed; the id that it prints is needed to give the hold back"),
+        ("| sleep 0", "its id cannot be printed: Broken pipe; nothing stays reserved"),
+    ],
+)
+def test_a_hold_whose_id_nobody_learns_is_not_made(
+    ledger: Ledger, tmp_path: Path, out: str, text: str
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as idle:
+        try:
+            line = f"{sys.executable} -m gshare.cli.main gpu hold --vram 1 --for 1h --pid {idle.pid}"
+            # The reader of the pipe is gone before anything is written: Python takes longer to start.
+            done = subprocess.run(
+                ["bash", "-c", f"set -o pipefail; {line} {out}"],
+                env=environment(tmp_path),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                cwd="/",
+                check=False,
+            )
+        finally:
+            idle.kill()
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"gshare: gpu hold: {text}\n")
+    assert rows(ledger) == {}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_be_printed_is_one_line(ledger: Ledger, tmp_path: Path, unbuffered: str) -> None:
+    """Buffered, it fails when it is flushed, and once more when the interpreter ends."""
+    for arguments in ("gpu status", "gpu status --json", "--help", "version"):
+        done = subprocess.run(
+            ["sh", "-c", f"exec {sys.executable} -m gshare.cli.main {arguments} > /dev/full"],
+            env=environment(tmp_path, PYTHONUNBUFFERED=unbuffered),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd="/",
+            check=False,
+        )
+        answer = (done.returncode, done.stderr)
+        assert answer == (1, "gshare: stdout cannot be written: No space left on device\n"), arguments
+
+
+@pytest.mark.parametrize("err", ["2> /dev/full", "2>&-", "2> >(sleep 0)"])
+def test_a_run_that_can_tell_nobody_waits_watches_and_keeps_the_code(
+    ledger: Ledger, tmp_path: Path, err: str
+) -> None:
+    block = take(ledger, 8000)
+    write_devices(tmp_path / "devices.toml", device(), device("GPU-aabb-2", 4000))
+    script = f"echo $$ > {tmp_path}/pid; while [ ! -e {tmp_path}/done ]; do sleep 0.05; done; exit 7"
+    command = f"{sys.executable} -m gshare.cli.main gpu run --vram 4 --gpu 0 -- sh -c '{script}' {err}"
+    process = subprocess.Popen(["bash", "-c", command], env=environment(tmp_path), cwd="/")
+    try:
+        until(lambda: bool(status(ledger).devices[0].queue))
+        block.release()
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(encoding="utf-8") != "")
+        pid = (tmp_path / "pid").read_text(encoding="utf-8").strip()
+        used = f"[{{ pid = {pid}, used_mb = 6000 }}]"  # 46 % too much: two warnings
+        write_devices(tmp_path / "devices.toml", device(processes=used), device("GPU-aabb-2", 4000))
+        until(lambda: list(rows(ledger).values()) == [6000])
+        (tmp_path / "done").touch()
+        assert process.wait(60) == 7
+    finally:
+        (tmp_path / "done").touch()
+        process.wait(60)
+    assert files(ledger) == []
+
+
+# Flags that contradict each other
+
+
+@pytest.mark.parametrize("timeout", ["1h", "nan"])
+def test_to_wait_so_long_and_not_to_wait_is_refused(ledger: Ledger, tmp_path: Path, timeout: str) -> None:
+    both = ("--no-wait-gpu", "--timeout", timeout)
+    for command in (
+        ("run", "--vram", "1", *both, "--", "true"),
+        ("hold", "--vram", "1", "--for", "1h", *both),
+    ):
+        code, out, err = gpu(tmp_path, *command)
+        assert (code, out) == (2, "")
+        assert err == "gshare: --timeout and --no-wait-gpu: give one of them\n"
+
+
+def test_renewing_changes_the_time_alone(ledger: Ledger, tmp_path: Path) -> None:
+    held = gpu(tmp_path, "hold", "--vram", "1", "--for", "1h")[1].strip()
+    flags = {
+        "--vram": "2",
+        "--gpu": "0",
+        "--pid": "1",
+        "--timeout": "1h",
+        "--task": "hold",
+        "--no-wait-gpu": None,
+    }
+    for flag, value in flags.items():
+        more = (flag,) if value is None else (flag, value)
+        code, out, err = gpu(tmp_path, "hold", "--renew", held, "--for", "5h", *more)
+        assert (code, out) == (2, "")
+        assert err == f"gshare: gpu hold: --renew changes the time alone; leave {flag} out\n"
+    (row,) = ledger.look()[0].rows
+    assert row.lease_until_boot_s is not None
+    assert row.lease_until_boot_s - row.created_boot_s < 3601

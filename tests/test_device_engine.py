@@ -64,13 +64,19 @@ JOBS: dict[str, tuple[AdapterSpec, tuple[int, ...]]] = {
 }
 
 
-def part(engine: Engine, name: str) -> Part:
-    adapter_spec, lengths = JOBS[name]
-    adapter = engine.new_adapter(name, adapter_spec)
+def new_adapter(engine: Engine, its_spec: AdapterSpec) -> Adapter:
+    name = its_spec.name
+    adapter = engine.new_adapter(name, its_spec)
     for key, shape in engine.arena.matrices(name):  # B too: at zero, dA would be zero
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(hash_of(key)))
         engine.arena.view("params", name, key).copy_(noise * 0.05)
     engine.arena.publish(name)
+    return adapter
+
+
+def part(engine: Engine, name: str) -> Part:
+    adapter_spec, lengths = JOBS[name]
+    adapter = new_adapter(engine, adapter_spec)
     rows = [row(length, 10 * len(name) + i) for i, length in enumerate(lengths)]
     return Part(adapter, rows, 0, sum(r.label_tokens for r in rows))
 
@@ -110,6 +116,26 @@ def test_alone_and_packed_have_the_same_bits(base: Base) -> None:
         assert torch.equal(alone[name], grads[name])
 
 
+def test_dropout_has_the_reference_engine_s_masks(base: Base) -> None:
+    """Beside an adapter that drops nothing; keyed by step and sample, not by the place in the pass."""
+
+    def run_on(engine: Engine, step: int, samples: tuple[int, int]) -> tuple[list[list[float]], torch.Tensor]:
+        dropping = new_adapter(engine, spec("d", lora_dropout=0.4, layers_to_transform=(1,)))
+        plain = new_adapter(engine, spec("p", target_modules=("q_proj",), layers_to_transform=(1,)))
+        rows = [replace(row(length, length), sample=s) for length, s in zip((9, 7), samples, strict=True)]
+        parts = [Part(plain, [row(5, 1)], step, 3), Part(dropping, rows, step, 11)]
+        return engine.forward_backward(parts), gradients(engine, dropping)
+
+    losses, grads = run_on(DeviceEngine(base, TritonBackend()), 3, (2, 5))
+    expected_losses, expected = run_on(Engine(base, ReferenceBackend()), 3, (2, 5))
+    for ours, theirs in zip(losses, expected_losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert (grads - expected).norm() <= 1e-4 * expected.norm()
+    for step, samples in ((4, (2, 5)), (3, (5, 2))):  # negative controls: other masks
+        other = run_on(Engine(base, ReferenceBackend()), step, samples)[1]
+        assert (grads - other).norm() > 0.1 * expected.norm()
+
+
 def test_micro_batches_start_fresh_and_add_up(base: Base) -> None:
     """4 = 2 + 2 with no gradient zeroed between rounds: what an earlier round left (here NaN) is not read."""
     engine = DeviceEngine(base, TritonBackend())
@@ -144,7 +170,7 @@ def host_engine(base: Base, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceEngi
     """An engine that launches nothing (its n-th pass has n as every loss), and what was uploaded to each."""
     engine, uploads = DeviceEngine(base, TritonBackend()), []
 
-    def launch(buffers: PassBuffers, training: bool, masks: object) -> torch.Tensor:
+    def launch(buffers: PassBuffers, training: bool) -> torch.Tensor:
         uploads.append({name: table.clone() for name, table in buffers.device.items()})
         return torch.full((buffers.shape.labels,), float(len(uploads)), device=DEVICE)
 

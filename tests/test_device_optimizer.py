@@ -20,6 +20,7 @@ from gshare.agent.train import device_optimizer
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.agent.train.device_optimizer import DeviceOptimizer
+from gshare.kernels.adamw_8bit import MIN_8BIT_SIZE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {
@@ -27,6 +28,8 @@ SHAPES = {
     MatrixKey(0, "q_proj", "B"): (1500, 3),
     MatrixKey(1, "o_proj", "A"): (4, 7),
 }
+#: What the 8-bit optimizer keeps in 8 bits and what not, no multiple of a block or of the alignment.
+assert 1500 * 3 > MIN_8BIT_SIZE > 100 * 3
 #: Three of a round, in the order of their seats.
 SPECS = {
     "a": {"max_grad_norm": 0.5},
@@ -41,13 +44,16 @@ def _reference_rounds_square_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sqrt", ieee_sqrt)
 
 
-def new_round(dtype: torch.dtype = torch.float32, **changes: object) -> tuple[DeviceOptimizer, list[Adapter]]:
+def new_round(
+    dtype: torch.dtype = torch.float32, optims: Sequence[str] = ("adamw",) * 3
+) -> tuple[DeviceOptimizer, list[Adapter]]:
     arena = Arena(DEVICE, dtype)
     arena.allocate("before", {MatrixKey(0, "q_proj", "A"): (1, 16)})
+    arena.allocate("before8", {MatrixKey(0, "q_proj", "A"): (1, 5000)}, eight_bit=True)
     adapters = []
     for seed, (name, values) in enumerate(SPECS.items()):
         given: dict[str, object] = {"name": name, "data": "d", "output_dir": "o", "seed": seed}
-        spec = AdapterSpec(**given, **values, **changes)  # type: ignore[arg-type]
+        spec = AdapterSpec(**given, **values, optim=optims[seed])  # type: ignore[arg-type]
         adapters.append(Adapter(name, spec, arena, SHAPES))
     return DeviceOptimizer(arena), adapters
 
@@ -75,10 +81,15 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_three_steps_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "optims",
+    [("adamw",) * 3, ("adamw_8bit",) * 3, ("adamw_8bit", "adamw", "paged_adamw_8bit")],
+    ids=["fp32 moments", "8-bit", "mixed"],
+)
+def test_three_steps_have_the_bits_of_the_reference(optims: tuple[str, ...], dtype: torch.dtype) -> None:
     """Given the norm: the two backends fold it in different orders (`grad_norm_triton.py`)."""
-    optimizer, ours = new_round(dtype)
-    _, theirs = new_round(dtype)
+    optimizer, ours = new_round(dtype, optims)
+    _, theirs = new_round(dtype, optims)
     for step in (1, 2, 3):
         optimizer.begin(ours)
         give_gradients(optimizer, ours, step)
@@ -158,3 +169,29 @@ def test_tables_follow_the_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.step(adapters[1:], [1] * 2, RATES[1:]).wait()
     assert len(made) == 2
     assert made[1] == made[0][1:]
+
+
+def test_8_bit_state_goes_out_and_in_and_survives_growth() -> None:
+    optimizer, (a, *_) = new_round(optims=("adamw_8bit", "adamw", "adamw"))
+    optimizer.begin([a])
+    give_gradients(optimizer, [a], 1)
+    optimizer.step([a], [1], RATES[:1]).wait()
+    kept, moments = state(a), a.optimizer_tensors()
+    assert {t.dtype for t in moments.values()} == {torch.uint8, torch.float32}
+    assert all(t.any() for t in moments.values())
+    a.arena.allocate("large", {MatrixKey(0, "q_proj", "A"): (3, 9000)}, eight_bit=True)
+    assert not differing(state(a), kept)
+    other_optimizer, (b, *_) = new_round(optims=("adamw_8bit", "adamw", "adamw"))
+    b.load(a.parameters(), moments)
+    assert not differing(state(b), kept)
+    for which, adapter in ((optimizer, a), (other_optimizer, b)):
+        which.begin([adapter])
+        give_gradients(which, [adapter], 2)
+        which.step([adapter], [2], RATES[:1]).wait()
+    assert not differing(state(a), state(b))
+    name = next(name for name, codes in moments.items() if codes.dtype == torch.uint8)
+    for wrong in (moments[name].float(), moments[name][:1]):
+        with pytest.raises(RuntimeError, match=r"state1 is torch\..*, not torch\."):
+            b.load(a.parameters(), {**moments, name: wrong})
+    with pytest.raises(KeyError, match="state1"):
+        b.load(a.parameters(), {key: value for key, value in moments.items() if key != name})

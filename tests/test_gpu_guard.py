@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -239,6 +240,15 @@ def test_a_ledger_that_cannot_be_written_ends_no_training_and_is_said_once(
         guard.record("load")
         guard.record("save")
         assert said == [("warning", f"reservation {reservation.id}: use is not recorded: the ledger is full")]
+        said.clear()
+        monkeypatch.setattr(reservation, "keep", full)
+        guard.keep()
+        assert said == []  # the same trouble
+        guard._problem = ""
+        guard.keep()
+        guard.keep()
+        text = f"reservation {reservation.id}: its row cannot be put back: the ledger is full"
+        assert said == [("warning", text)]
 
 
 def test_a_gpu_that_torch_cannot_use_is_given_back(ledger: Ledger) -> None:
@@ -332,6 +342,21 @@ def test_use_is_recorded_after_load_first_step_evaluation_and_save(
     assert f"reservation {reservation.id}: at most " in last.text
 
 
+def test_a_reservation_whose_files_vanish_is_back_after_the_round(
+    ledger: Ledger, tmp_path: Path, tiny_checkpoint: Path, base: Base
+) -> None:
+    with take(ledger, 6000) as reservation:
+        runner = runner_under(reservation, tiny_checkpoint, base, [])
+        runner.admit(request(tmp_path, "a", eval_steps=0, save_steps=0))
+        runner.run_round()
+        for _ in range(2):  # rounds after which no use is written down
+            shutil.rmtree(ledger.directory)
+            assert rows(ledger) == {}
+            assert runner.run_round()
+            assert rows(ledger) == {reservation.id: 6000}
+        run(runner)
+
+
 def test_a_job_over_the_reservation_fails_alone_and_is_told_whose_limit_it_was(
     ledger: Ledger, tmp_path: Path, tiny_checkpoint: Path, base: Base
 ) -> None:
@@ -372,9 +397,10 @@ def test_an_estimate_that_was_too_low_grows_and_the_job_keeps_its_bits(
     with take(ledger, 4000) as reservation:
         runner = runner_under(reservation, tiny_checkpoint, base, events, may_grow=True)
         runner.admit(job)
-        out_of_memory_with(runner, "a", times=2)
+        out_of_memory_with(runner, "a", times=3)
         run(runner)
-        assert reservation.budget_mb == 6250  # twice a quarter more
+        assert runner.engine.checkpointing  # the first time
+        assert reservation.budget_mb == 6250  # then twice a quarter more
     assert "completed" in {e.state for e in events if isinstance(e, JobChanged)}
     alone = make_runner(tiny_checkpoint, base)
     alone.admit(request(tmp_path / "alone", "a", lengths=(9, 12, 10, 11)))

@@ -223,6 +223,21 @@ def test_closed_standard_streams_keep_the_exit_code(closed: str, arguments: str,
         assert ("unknown command" in done.stderr) == (code == 2)
 
 
+def test_an_error_that_is_not_stdouts_is_not_taken_for_one() -> None:
+    """A full disk under something else, while stdout takes everything."""
+    program = (
+        "import sys\nfrom gshare.cli import main as frame\n"
+        "def command():\n    print('data', flush=True)\n    raise OSError(28, 'No space left on device')\n"
+        "sys.modules['fake'] = sys.modules['__main__']\nframe.COMMANDS['doctor'] = ('fake:command', 'fake')\n"
+        "sys.exit(frame.main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "data\n")
+    assert done.stderr.startswith("gshare: unexpected error: OSError: [Errno 28] No space left on device (")
+
+
 def test_no_file_takes_the_number_of_a_closed_stream() -> None:
     """A lock opened as descriptor 0 would be replaced by a child's stdin."""
     program = (

@@ -132,7 +132,7 @@ def test_8_bit_optimizer_state_by_hand() -> None:
     # r = 16, a layer: 9 matrices of 16·576 = 9,216 (36 blocks), 3 of 16·1536 = 24,576 (96 blocks), and B of
     # k_proj and v_proj of 16·192 = 3,072, too small for 8 bits: two fp32 moments.
     layer = 9 * (2 * 9_216 + 8 * 36) + 3 * (2 * 24_576 + 8 * 96) + 2 * (8 * 3_072)
-    assert eight["optimizer"] == 30 * layer
+    assert eight["optimizer"] == 30 * (layer + 9 * 8 * (48 - 36))  # 64 bytes are 16 floats
     assert plain["optimizer"] == 8 * 4_884_480
     assert eight["snapshots"] == 6 * (4 * 4_884_480 + 30 * layer)
 
@@ -156,6 +156,11 @@ def test_base_and_arena_take_what_is_estimated(tmp_path: Path, family: str, base
     assert it["unpacking"] == base.scratch.nbytes
     arena = Arena(base.device, base.compute_dtype)
     arena.allocate("a", adapter_shapes(spec, base.config))
+    assert it["adapters"] + it["optimizer"] == arena.nbytes()
+    eight, arena = adapter(r=49, optim="adamw_8bit"), Arena(base.device, base.compute_dtype)
+    arena.allocate("a", adapter_shapes(eight, base.config), eight_bit=True)
+    assert any(elements % 64 and elements > 4096 for _, _, elements, _, _ in arena.matrices_8bit("a"))
+    it = estimate(shape, [eight], base_dtype=base_dtype)
     assert it["adapters"] + it["optimizer"] == arena.nbytes()
 
 

@@ -343,7 +343,7 @@ def test_weights_that_overflow_in_the_last_step_are_not_a_success(
     assert not list((tmp_path / "wild").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("purpose", ["weights", "moments"])
+@pytest.mark.parametrize("purpose", ["weights", "moments", "codes", "floats"])
 def test_an_adapter_that_does_not_fit_is_refused_and_the_arena_is_as_before(
     tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: str
 ) -> None:
@@ -351,7 +351,8 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_arena_is_as_before(
     runner = make_runner(tiny_checkpoint, base, log)
     runner.admit(request(tmp_path, "a", max_steps=2))
     arena = runner.engine.arena
-    region = arena._weights if purpose == "weights" else arena._moments
+    region = getattr(arena, f"_{purpose}")
+    optim = "adamw_8bit" if purpose in ("codes", "floats") else "adamw"
 
     def no_memory(needed: int) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
@@ -359,8 +360,9 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_arena_is_as_before(
     with monkeypatch.context() as patched:
         patched.setattr(region, "_grow", no_memory)
         with pytest.raises(GshareError, match=r"adapter huge: cannot be admitted.*allocate memory"):
-            runner.admit(request(tmp_path, "huge", r=512, max_steps=2))
+            runner.admit(request(tmp_path, "huge", r=512, max_steps=2, optim=optim))
     assert len(arena.names()) == 1
+    assert not any(len(slots) > 1 for slots in (r.slots for r in arena._regions))
     runner.admit(request(tmp_path, "bb", max_steps=2))
     run_all(runner)
     assert log.ends() == {"a": "completed", "bb": "completed"}

@@ -235,6 +235,20 @@ def test_the_export_has_both_processes_on_one_clock(tmp_path: Path, gpu_trace: C
     assert err == f"gshare: --export: {tmp_path}/none/x: No such file or directory\n"
 
 
+@pytest.mark.parametrize("name", [TRACE_NAME, f"{TRACE_NAME}.1", "link", "sub/../trace.jsonl"])
+def test_an_export_over_the_trace_itself_is_refused(tmp_path: Path, gpu_trace: Command, name: str) -> None:
+    path = tmp_path / TRACE_NAME
+    write(path, span(STEP_SPAN, 10, 1))
+    (tmp_path / f"{TRACE_NAME}.1").write_bytes(path.read_bytes())
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "sub").mkdir()
+    before = path.read_bytes()
+    code, out, err = gpu_trace(str(path), "--export", str(tmp_path / name))
+    assert (code, out) == (2, "")
+    assert err == f"gshare: --export: {tmp_path / name} is the trace itself; name another file\n"
+    assert path.read_bytes() == (tmp_path / f"{TRACE_NAME}.1").read_bytes() == before
+
+
 def finished(job: str, trainer_id: str) -> registry.FinishedJob:
     return registry.FinishedJob(
         status=JobStatus(job=job, state="completed"), ended=1.0, trainer_id=trainer_id

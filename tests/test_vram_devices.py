@@ -8,15 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import psutil
 import pynvml
 import pytest
 from gshare.agent.errors import UsageError
 from gshare.agent.vram import nvml
-from gshare.agent.vram.devices import CPU_UUID, Device, HostMemory, ProcessUse, tegra_board
+from gshare.agent.vram.devices import (
+    CPU_UUID,
+    Device,
+    DeviceReading,
+    HostMemory,
+    ProcessUse,
+    tegra_board,
+)
 from gshare.agent.vram.identify import find_device, find_devices, visible_devices
 from gshare.agent.vram.nvml import NoNvml, NvmlDevices
 from gshare.agent.vram.owners import outside_mb
+from gshare.agent.vram.rows import Row
 from gshare.agent.vram.settings import MAX_TOML
 from gshare.agent.vram.simulated import SimulatedDevices
 from gshare.agent.vram.sources import open_devices
@@ -267,9 +276,6 @@ def test_a_tegra_board_is_found_by_its_device_tree(tmp_path: Path) -> None:
 
 
 def test_without_a_list_of_processes_the_holders_own_measurements_are_taken_off() -> None:
-    from gshare.agent.vram.devices import DeviceReading
-    from gshare.agent.vram.rows import Row
-
     def row(row_id: str, used: int) -> Row:
         return Row(
             id=row_id,
@@ -292,6 +298,33 @@ def test_without_a_list_of_processes_the_holders_own_measurements_are_taken_off(
     owners = {5: "a", 6: "b", 7: None}
     assert outside_mb(listed, held, owners.get) == 350  # 300 by a's own word, 50 listed for b
     assert outside_mb(DeviceReading(total_mb=1000), held, owners.get) is None
+
+
+@pytest.mark.parametrize(
+    ("used", "peak", "outside"), [(500, 0, 0), (501, 0, 1), (900, 0, 400), (900, 850, 50)]
+)
+@pytest.mark.parametrize("how", ["listed", "listed without amounts", "not listed"])
+def test_what_a_row_uses_beyond_what_it_counts_is_outside(
+    used: int, peak: int, outside: int, how: str
+) -> None:
+    """Else it would be in no sum, and handed out a second time. A second row below its budget lends none."""
+    over = Row(
+        id="a",
+        gpu_uuid="GPU-1111",
+        budget_mb=500,
+        peak_mb=peak,
+        task="",
+        kind="hold",
+        pid=1,
+        uid=0,
+        created=0.0,
+        used_mb=0 if how == "listed" else used,
+    )
+    below = msgspec.structs.replace(over, id="b", budget_mb=400, peak_mb=0, used_mb=0)
+    amounts = (used - 30, 30) if how == "listed" else (None, None)
+    listed = None if how == "not listed" else tuple(map(ProcessUse, (5, 6), amounts))
+    reading = DeviceReading(total_mb=2000, used_mb=used, processes=listed)
+    assert outside_mb(reading, [over, below], {5: "a", 6: "a"}.get) == outside
 
 
 # Names

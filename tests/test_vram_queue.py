@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from gshare.agent.errors import RetryLater, UsageError
-from gshare.agent.vram import clock
+from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.vram import clock, queue
 from gshare.agent.vram.ledger import Ledger, Queued
-from gshare.agent.vram.machine import MAX_BYPASS
-from gshare.agent.vram.queue import wait_for
+from gshare.agent.vram.machine import MAX_BYPASS, Wait
+from gshare.agent.vram.queue import Announcer, wait_for
 from gshare.agent.vram.status import status
+from gshare.agent.vram.store import LOCK_SECONDS
 from gshare.agent.vram.view import ABSENT_S
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -28,6 +30,7 @@ from ledger_children import (
     take,
     until,
     wanted,
+    write_devices,
 )
 
 
@@ -193,3 +196,154 @@ def test_a_waiter_takes_whichever_device_comes_free(tmp_path: Path) -> None:
     finally:
         one.kill()
         first.release()
+
+
+# Passing trouble
+
+
+def waits_for_a_device(ledger: Ledger, timeout_s: float = 60) -> Child:
+    """A waiter for 1000 MiB that tells every reason."""
+
+    def work(say: Say, wait: WaitFor) -> None:
+        def told(queued: Queued) -> None:
+            say(f"{'trouble' if queued.trouble else 'waits'}: {queued.decision.reason}")
+
+        grant = wait_for(ledger, wanted(ledger, 1000), timeout_s=timeout_s, on_wait=told)
+        say("has")
+        wait()
+        ledger.release(grant)
+
+    return Child(work)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full looks come every 0.1 s: a device's recovery moves nothing in the ledger."""
+    monkeypatch.setattr(queue, "FULL_LOOK_S", 0.1)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("failed", "Simulated GPU: failed (simulated)"),
+        ("lost", "Simulated GPU: lost (simulated)"),
+        ("no file", "No such file or directory"),
+        ("lock", "has been held too long"),
+        ("directory", "cannot use"),
+    ],
+)
+def test_trouble_that_passes_while_it_waits_is_waited_out(
+    ledger: Ledger, tmp_path: Path, trouble: str, reason: str
+) -> None:
+    path = tmp_path / "devices.toml"
+    block = take(ledger, 8000)
+    waiter = waits_for_a_device(ledger)
+    away = ledger.directory.with_name("away")
+    try:
+        assert waiter.line().startswith("waits: 1000 MiB asked")
+        lock = os.open(ledger.directory / "lock", os.O_RDONLY)
+        if trouble == "no file":
+            path.unlink()
+        elif trouble == "lock":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        elif trouble == "directory":
+            ledger.directory.rename(away)
+            ledger.directory.write_text("in the way", encoding="utf-8")
+        else:
+            write_devices(path, device(state=f'"{trouble}"'))
+        line = waiter.line()
+        assert line.startswith("trouble: ")
+        assert reason in line
+        os.close(lock)
+        if trouble == "directory":
+            ledger.directory.unlink()
+            away.rename(ledger.directory)
+        write_devices(path, device())
+        assert waiter.line().startswith("waits: 1000 MiB asked")
+        block.release()
+        assert waiter.line() == "has"
+    finally:
+        waiter.kill()
+        block.release()
+    assert rows(ledger) == {}
+    assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+@pytest.mark.usefixtures("often")
+def test_trouble_that_does_not_pass_ends_with_the_time_and_its_reason(ledger: Ledger, tmp_path: Path) -> None:
+    block = take(ledger, 8000)
+    waiter = waits_for_a_device(ledger, timeout_s=1.0)
+    try:
+        assert waiter.line().startswith("waits: ")
+        write_devices(tmp_path / "devices.toml", device(state='"failed"'))
+        assert waiter.line().startswith("trouble: ")
+        why = "Simulated GPU: failed (simulated), on GPU-aaaa-1"
+        assert waiter.line() == f"RetryLater: waited 1 s for memory for test, place 1: {why}"
+    finally:
+        waiter.kill()
+        block.release()
+    write_devices(tmp_path / "devices.toml", device())
+    assert not [name for name in files(ledger) if name.startswith("wait-")]
+
+
+@pytest.mark.usefixtures("often")
+def test_a_request_that_comes_to_fit_never_does_not_wait_on(ledger: Ledger, tmp_path: Path) -> None:
+    """The control: no trouble that passes."""
+    block = take(ledger, 8000)
+    waiter = waits_for_a_device(ledger)
+    try:
+        assert waiter.line().startswith("waits: ")
+        write_devices(tmp_path / "devices.toml", device(total_mb=1000))
+        assert waiter.line().startswith("NeverFits: 1000 MiB can never fit")
+    finally:
+        waiter.kill()
+        block.release()
+
+
+@pytest.mark.usefixtures("often")
+def test_in_the_queue_the_lock_is_asked_for_no_longer_than_a_look_may_be_late(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lock that a stopped process holds would keep the waiter past its time."""
+    ask, patience = ledger.reserve, []
+
+    def reserve(*arguments: object, patience_s: float, **keys: object) -> object:
+        patience.append(patience_s)
+        return ask(*arguments, patience_s=patience_s, **keys)  # pyright: ignore[reportArgumentType]
+
+    with take(ledger, 8000):
+        monkeypatch.setattr(ledger, "reserve", reserve)
+        with pytest.raises(RetryLater):
+            wait_for(ledger, wanted(ledger, 1000), timeout_s=0.3)
+    assert patience[0] == LOCK_SECONDS
+    assert set(patience[1:]) == {0.1}
+
+
+def test_trouble_at_the_first_look_is_an_error(ledger: Ledger, tmp_path: Path) -> None:
+    write_devices(tmp_path / "devices.toml", device(state='"failed"'))
+    with pytest.raises(GshareError, match="failed") as error:
+        wait_for(ledger, wanted(ledger, 1000), timeout_s=60)
+    assert error.value.exit_code == 1
+
+
+def test_people_are_told_at_once_when_trouble_begins_and_ends() -> None:
+    said: list[str] = []
+    announce = Announcer(said.append)
+    for trouble, reason in ((False, "a"), (True, "b"), (True, "c"), (False, "d"), (False, "e")):
+        decision = Wait(1, reason)
+        announce(Queued(decision=decision, gpu_uuid="GPU-a", place=None, trouble=trouble))
+    assert said == [f"waiting for GPU-a, place 1: {reason}" for reason in "abd"]
+
+
+def test_a_pass_that_cannot_be_counted_leaves_no_row(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor would live on in the process, and the row with it."""
+
+    def fail(*arguments: object) -> None:
+        raise GshareError("the disk is full")
+
+    monkeypatch.setattr(Ledger, "_count_passes", fail)
+    with pytest.raises(GshareError, match="full"):
+        take(ledger, 1000)
+    assert rows(ledger) == {}
+    assert files(ledger) == []

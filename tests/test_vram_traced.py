@@ -25,11 +25,11 @@ EXEMPT = {
     "clock.stat_fields": "/proc of one process: no ledger, no device",
     "guard.Reservation.forget": "runs in a forked child, whose copy of the tracer nobody reads",
     "status.user_name": "a login name, for people",
-    "watch.run_program": "waits for the program: the program's time, not sharing's",
+    "watch._watch": "waits for the program: the program's time, not sharing's",
     "watch.Program.send": "a signal to the program",
     "watch.Program._reap": "the program's end",
     "watch._start": "the program's start",
-    "watch.stop_tree": "waits for the program to end",
+    "watch.stop_program": "waits for the program to end",
 }
 
 
@@ -56,7 +56,7 @@ def test_the_walk_sees_the_io_of_every_module_that_has_some() -> None:
     assert {
         *("store.Store.write", "store.take_lock", "paths.flock_fault", "clock.stat_fields"),
         *("queue._sleep", "nvml.NvmlDevices._memory", "simulated.SimulatedDevices._load"),
-        *("settings.read_toml", "owners.Owners._marked", "watch.run_program"),
+        *("settings.read_toml", "owners.named_reservation", "watch._watch"),
         "devices.read_host_memory",
     } <= found
 

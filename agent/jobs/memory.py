@@ -25,8 +25,8 @@ Device = Literal["cpu", "cuda"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 #: Rows of logits that exist at once on the CPU (kernels/cross_entropy.py), each also as log-probabilities.
 LOGIT_ROWS = 256
-#: Arena slots are padded to 64 bytes a matrix.
-_ALIGN = 16
+#: Arena slots are padded to 64 bytes a matrix: elements of fp32, and of 8-bit codes.
+_ALIGN, _CODES_ALIGN = 16, 64
 #: Blocks of the 8-bit optimizer and the size below which a matrix keeps fp32 moments (kernels/adamw_8bit.py).
 _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 #: fp32 matrices (Hq, R, R) that the attention reference's backward holds: P, dP, dS and a temporary.
@@ -275,8 +275,8 @@ def _adapted_layers(shape: ModelShape, spec: AdapterSpec) -> int:
     return shape.num_layers if spec.layers_to_transform is None else len(spec.layers_to_transform)
 
 
-def _padded(elements: int) -> int:
-    return math.ceil(elements / _ALIGN) * _ALIGN
+def _padded(elements: int, align: int = _ALIGN) -> int:
+    return math.ceil(elements / align) * align
 
 
 def _adapter_bytes(shape: ModelShape, spec: AdapterSpec, compute: int) -> int:
@@ -288,14 +288,19 @@ def _adapter_bytes(shape: ModelShape, spec: AdapterSpec, compute: int) -> int:
 def _optimizer_bytes(shape: ModelShape, spec: AdapterSpec) -> int:
     """Two fp32 moments an element in the arena, or the 8-bit optimizer's own state."""
     if spec.optim != "adamw":
-        return _eight_bit_bytes(shape, spec)
+        return _eight_bit_bytes(shape, spec, _CODES_ALIGN, _ALIGN)
     return 8 * sum(map(_padded, _matrices(shape, spec)))
 
 
-def _eight_bit_bytes(shape: ModelShape, spec: AdapterSpec) -> int:
-    """Two bytes an element and two fp32 absmax a block; small matrices keep fp32 moments."""
+def _eight_bit_bytes(
+    shape: ModelShape, spec: AdapterSpec, codes_align: int = 1, floats_align: int = 1
+) -> int:
+    """Two bytes an element and two fp32 absmax a block; small matrices keep fp32 moments. The alignments are
+    those of each matrix's codes and floats, in elements."""
     return sum(
-        8 * size if size < _LEAST_8BIT else 2 * size + 8 * math.ceil(size / _BLOCK_8BIT)
+        8 * _padded(size, floats_align)
+        if size < _LEAST_8BIT
+        else 2 * _padded(size, codes_align) + 8 * _padded(math.ceil(size / _BLOCK_8BIT), floats_align)
         for size in _matrices(shape, spec)
     )
 

@@ -13,7 +13,7 @@ import torch
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.adamw import adamw_scratch, adamw_step_
-from gshare.kernels.adamw_8bit import Adam8bitState, adamw_8bit_step_
+from gshare.kernels.adamw_8bit import adamw_8bit_step_
 from gshare.kernels.grad_norm import clip_coefficient, grad_norm
 
 _EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
@@ -43,14 +43,12 @@ class Adapter:
         self.spec = spec
         self.arena = arena
         self.lowest_layer = min(key.layer for key in shapes)
-        self._eight_bit: dict[MatrixKey, Adam8bitState] = {}
-        arena.allocate(name, shapes, moments=spec.optim not in _EIGHT_BIT)
+        self.eight_bit = spec.optim in _EIGHT_BIT
+        arena.allocate(name, shapes, eight_bit=self.eight_bit)
         try:
             for key, shape in shapes.items():
                 if key.side == "A":
                     arena.view("params", name, key).copy_(initial_a(spec.seed, key, shape))
-                if spec.optim in _EIGHT_BIT:
-                    self._eight_bit[key] = Adam8bitState.new(shape, device=arena.device)
             arena.publish(name)
         except BaseException:
             arena.free(name)
@@ -82,12 +80,12 @@ class Adapter:
             "weight_decay": spec.weight_decay,
         }
         clip = clip_coefficient(norm, spec.max_grad_norm)
-        if self._eight_bit:
+        if self.eight_bit:
             with self._put_back_on_error():
                 self._clip(clip)
-                for key, _ in arena.matrices(self.name):
+                for key, state in arena.states_8bit(self.name).items():
                     param, grad = (arena.view(purpose, self.name, key) for purpose in ("params", "grads"))
-                    adamw_8bit_step_(param, grad, self._eight_bit[key], step=step, **hyper)
+                    adamw_8bit_step_(param, grad, state, step=step, **hyper)
         else:
             param, grad, first, second = (
                 arena.flat(purpose, self.name) for purpose in ("params", "grads", "exp_avg", "exp_avg_sq")
@@ -104,8 +102,8 @@ class Adapter:
     @contextmanager
     def _put_back_on_error(self) -> Iterator[None]:
         """Weights, gradients and 8-bit state as they were when the block raises."""
-        changing = [self.arena.flat(purpose, self.name) for purpose in ("params", "grads")]
-        changing += [t for state in self._eight_bit.values() for t in state.named_tensors().values()]
+        purposes = ("params", "grads", "codes1", "codes2", "floats1", "floats2")
+        changing = [self.arena.flat(purpose, self.name) for purpose in purposes]
         before = [tensor.clone() for tensor in changing]
         try:
             yield
@@ -129,30 +127,39 @@ class Adapter:
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Host copies of the moments: `<peft name>.exp_avg`, … or the 8-bit state's own parts."""
-        tensors: dict[str, torch.Tensor] = {}
-        for key, _ in self.arena.matrices(self.name):
-            if key in self._eight_bit:
-                for part, tensor in self._eight_bit[key].named_tensors().items():
-                    tensors[f"{key.peft_name()}.{part}"] = tensor.detach().cpu().clone()
-            else:
-                for part in ("exp_avg", "exp_avg_sq"):
-                    view = self.arena.view(part, self.name, key)
-                    tensors[f"{key.peft_name()}.{part}"] = view.detach().cpu().clone()
-        return tensors
+        return {name: view.detach().cpu().clone() for name, view in self._optimizer_views().items()}
+
+    def _optimizer_views(self) -> dict[str, torch.Tensor]:
+        if self.eight_bit:
+            return {
+                f"{key.peft_name()}.{part}": tensor
+                for key, state in self.arena.states_8bit(self.name).items()
+                for part, tensor in state.named_tensors().items()
+            }
+        return {
+            f"{key.peft_name()}.{part}": self.arena.view(part, self.name, key)
+            for key, _ in self.arena.matrices(self.name)
+            for part in ("exp_avg", "exp_avg_sq")
+        }
 
     def load(self, parameters: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
-        """The inverse of `parameters` and `optimizer_tensors`; KeyError names a missing tensor."""
+        """The inverse of `parameters` and `optimizer_tensors`. KeyError names a missing tensor, RuntimeError
+        one of another shape or dtype."""
         for key, _ in self.arena.matrices(self.name):
             name = key.peft_name()
-            self.arena.view("params", self.name, key).copy_(parameters[name])
-            if key in self._eight_bit:
-                prefix = f"{name}."
-                parts = {k[len(prefix) :]: v for k, v in optimizer.items() if k.startswith(prefix)}
-                self._eight_bit[key] = Adam8bitState.from_named_tensors(parts, device=self.arena.device)
-            else:
-                for part in ("exp_avg", "exp_avg_sq"):
-                    self.arena.view(part, self.name, key).copy_(optimizer[f"{name}.{part}"])
+            _fill(self.arena.view("params", self.name, key), parameters[name], name)
+        for name, view in self._optimizer_views().items():
+            _fill(view, optimizer[name], name)
         self.arena.publish(self.name)
 
     def close(self) -> None:
         self.arena.free(self.name)
+
+
+def _fill(view: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """`copy_` without what it would put up with: broadcasting, and rounding to another dtype."""
+    if (values.shape, values.dtype) != (view.shape, view.dtype):
+        raise RuntimeError(
+            f"{name} is {values.dtype} {tuple(values.shape)}, not {view.dtype} {tuple(view.shape)}"
+        )
+    view.copy_(values)

@@ -1,8 +1,9 @@
-"""The adapter arena: every adapter's A and B matrices, gradients and moments in flat fp32 memory.
+"""The adapter arena: every adapter's A and B matrices, gradients and moments in flat memory.
 
 One flat tensor a purpose, one contiguous slot an adapter, one offset a matrix. Ranks differ freely:
 nothing is padded to a common rank. Offsets are multiples of 64 bytes, so that a matrix has the same
-alignment in any slot and its bits cannot tell where it lies.
+alignment in any slot and its bits cannot tell where it lies. All is fp32 but for the copy in compute dtype
+and the codes of 8-bit moments (`adamw_8bit_layout.py`).
 The arena grows by reallocation; views are therefore asked for, never kept over an allocation.
 """
 
@@ -11,10 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.jobs.spec import AdapterSpec
+from gshare.kernels.adamw_8bit import Adam8bitState
+from gshare.kernels.adamw_8bit_layout import Matrix8bit, state_offsets, state_views
 
 ALIGN = 16  # fp32 elements: 64 bytes, a cache line and the widest vector
 
@@ -75,19 +79,15 @@ class _Region:
     def capacity(self) -> int:
         return next(iter(self.flat.values())).numel()
 
-    def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]]) -> None:
+    def allocate(self, name: str, offsets: dict[MatrixKey, int], length: int) -> None:
+        """A zeroed slot of `length` elements whose matrices lie at `offsets` from its start."""
         assert name not in self.slots
-        length = sum(_aligned(math.prod(shape)) for shape in shapes.values())
         start = self._first_gap(length)
         if start + length > self.capacity:
             self._grow(start + length)
-        offsets, at = {}, start
-        for key, shape in shapes.items():
-            offsets[key] = at
-            at += _aligned(math.prod(shape))
         for flat in self.flat.values():
             flat[start : start + length].zero_()
-        self.slots[name] = Slot(start, length, offsets)
+        self.slots[name] = Slot(start, length, {key: start + offset for key, offset in offsets.items()})
 
     def rows(self, name: str) -> slice:
         slot = self.slots[name]
@@ -122,8 +122,9 @@ class _Region:
 class Arena:
     """Flat storage for all adapters of a trainer, on one device.
 
-    Two regions, since not every optimizer keeps fp32 moments: weights (`params`, `grads`, and `compute`
-    when the compute dtype is not fp32) and moments (`exp_avg`, `exp_avg_sq`).
+    Weights (`params`, `grads`, and `compute` when the compute dtype is not fp32) have one layout of slots.
+    Each optimizer's state has its own: fp32 moments (`exp_avg`, `exp_avg_sq`), or 8-bit ones (`codes1`,
+    `codes2`, and `floats1`, `floats2` for their scales).
     """
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
@@ -135,17 +136,32 @@ class Arena:
             purposes["compute"] = compute_dtype
         self._weights = _Region(device, purposes)
         self._moments = _Region(device, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+        self._codes = _Region(device, {"codes1": torch.uint8, "codes2": torch.uint8})
+        self._floats = _Region(device, {"floats1": torch.float32, "floats2": torch.float32})
+        self._regions = (self._weights, self._moments, self._codes, self._floats)
         self._shapes: dict[str, dict[MatrixKey, tuple[int, int]]] = {}
         #: Goes up whenever a slot comes or goes: what was derived from slots or pointers is good until then.
         self.generation = 0
 
-    def allocate(self, name: str, shapes: dict[MatrixKey, tuple[int, int]], *, moments: bool = True) -> None:
-        """A zeroed slot for adapter `name`; without `moments` only weights and gradients."""
+    def allocate(
+        self, name: str, shapes: dict[MatrixKey, tuple[int, int]], *, eight_bit: bool = False
+    ) -> None:
+        """A zeroed slot for adapter `name`, with fp32 moments or `eight_bit` ones."""
         self.generation += 1
-        self._weights.allocate(name, shapes)
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        *starts, length = accumulate(map(_aligned, sizes), initial=0)
+        offsets = dict(zip(shapes, starts, strict=True))
+        self._weights.allocate(name, offsets, length)
         try:
-            if moments:
-                self._moments.allocate(name, shapes)
+            if eight_bit:
+                state = state_offsets(sizes)
+                codes, floats = (
+                    dict(zip(shapes, column, strict=True)) for column in zip(*state.matrices, strict=True)
+                )
+                self._codes.allocate(name, codes, state.codes)
+                self._floats.allocate(name, floats, state.floats)
+            else:
+                self._moments.allocate(name, offsets, length)
         except BaseException:
             self.free(name)
             raise
@@ -155,8 +171,8 @@ class Arena:
         """Give the adapter's slots back; freeing twice is harmless."""
         self.generation += 1
         self._shapes.pop(name, None)
-        self._weights.slots.pop(name, None)
-        self._moments.slots.pop(name, None)
+        for region in self._regions:
+            region.slots.pop(name, None)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -169,16 +185,35 @@ class Arena:
         return self._shapes[name][key]
 
     def moments_slot(self, name: str) -> Slot | None:
-        """Where the adapter's fp32 moments lie; None for an optimizer that keeps its own."""
+        """Where the adapter's fp32 moments lie; None for 8-bit ones."""
         return self._moments.slots.get(name)
+
+    def matrices_8bit(self, name: str, adapter: int = 0) -> list[Matrix8bit]:
+        """Where the parts of 8-bit matrices lie, in contract order, for the kernel's `adapter`."""
+        weights, codes, floats = (
+            region.slots[name].offsets for region in (self._weights, self._codes, self._floats)
+        )
+        return [
+            Matrix8bit(adapter, weights[key], math.prod(shape), codes[key], floats[key])
+            for key, shape in self._shapes[name].items()
+        ]
+
+    def states_8bit(self, name: str) -> dict[MatrixKey, Adam8bitState]:
+        """The 8-bit moments of every matrix, as views; valid until the next `allocate`."""
+        codes, floats = self._codes.flat, self._floats.flat
+        return {
+            key: state_views(
+                matrix, shape, (codes["codes1"], codes["codes2"]), (floats["floats1"], floats["floats2"])
+            )
+            for matrix, (key, shape) in zip(self.matrices_8bit(name), self._shapes[name].items(), strict=True)
+        }
 
     def whole(self, purpose: str) -> torch.Tensor:
         """All adapters' memory of one purpose ("compute": what kernels multiply with); valid until the
         next `allocate`."""
         if purpose == "compute" and "compute" not in self._weights.flat:
             purpose = "params"
-        region = self._moments if purpose in self._moments.flat else self._weights
-        return region.flat[purpose]
+        return self._region(purpose).flat[purpose]
 
     def has(self, name: str, key: MatrixKey) -> bool:
         return key in self._shapes[name]
@@ -189,12 +224,11 @@ class Arena:
 
     def view(self, purpose: str, name: str, key: MatrixKey) -> torch.Tensor:
         """The matrix `key` of adapter `name`; valid until the next `allocate`."""
-        region = self._moments if purpose in self._moments.flat else self._weights
-        return region.view(purpose, name, key, self._shapes[name][key])
+        return self._region(purpose).view(purpose, name, key, self._shapes[name][key])
 
     def flat(self, purpose: str, name: str) -> torch.Tensor:
         """The adapter's whole slot as one vector, gaps between matrices (zeros) included."""
-        region = self._moments if purpose in self._moments.flat else self._weights
+        region = self._region(purpose)
         return region.flat[purpose][region.rows(name)]
 
     def compute_view(self, name: str, key: MatrixKey) -> torch.Tensor:
@@ -213,4 +247,7 @@ class Arena:
         self.flat("grads", name).zero_()
 
     def nbytes(self) -> int:
-        return self._weights.nbytes() + self._moments.nbytes()
+        return sum(region.nbytes() for region in self._regions)
+
+    def _region(self, purpose: str) -> _Region:
+        return next(region for region in self._regions if purpose in region.flat)

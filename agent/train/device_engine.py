@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ from gshare.agent.train.device_optimizer import DeviceOptimizer
 from gshare.agent.train.device_pass import PassBuffers, PassRows, PassShape, matrix_table
 from gshare.agent.train.engine import Engine, Part, Verdict
 from gshare.kernels.backend import Backend
-from gshare.kernels.dropout import keep_mask
+from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
 from gshare.kernels.lora_tables import LoraWorkspace
 from gshare.kernels.staging import Fetched, Readback
@@ -165,8 +165,7 @@ class DeviceEngine(Engine):
         elif self._worth_a_graph(shape) and entry.runs >= 1:
             nll = self._capture(entry, training)
         else:
-            masks = _masks(parts, shape, self.base.device) if shape.dropout else None
-            nll = self._launch(entry.buffers, training, masks)
+            nll = self._launch(entry.buffers, training)
         entry.runs += 1
         if training:
             optimizer.passed(names)
@@ -215,13 +214,13 @@ class DeviceEngine(Engine):
         )
 
     def _worth_a_graph(self, shape: PassShape) -> bool:
-        return self.graphs and not shape.dropout and shape.tokens * self._parameters <= GRAPH_LIMIT
+        return self.graphs and shape.tokens * self._parameters <= GRAPH_LIMIT
 
     def _capture(self, entry: _Entry, training: bool) -> torch.Tensor:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.base.device)
         with torch.cuda.graph(graph, pool=self._pool):
-            entry.nll = self._launch(entry.buffers, training, None)
+            entry.nll = self._launch(entry.buffers, training)
         if self._pool is None:
             self._pool = graph.pool()
         entry.graph = graph
@@ -231,12 +230,7 @@ class DeviceEngine(Engine):
 
     # ------------------------------------------------------------------ one pass
 
-    def _launch(
-        self,
-        buffers: PassBuffers,
-        training: bool,
-        masks: Callable[[Group], torch.Tensor] | None,
-    ) -> torch.Tensor:
+    def _launch(self, buffers: PassBuffers, training: bool) -> torch.Tensor:
         """nll (R,). Reads device memory only: no size or pointer of it depends on the pass's content."""
         shape, device = buffers.shape, buffers.device
         layout = DeviceLayout(
@@ -252,7 +246,7 @@ class DeviceEngine(Engine):
             self.arena.whole("grads"),
             self._workspace,
             shape.groups,
-            masks,
+            _Masks(device["keys"]) if shape.dropout else None,
         )
         x, kept = self.decoder.forward(
             device["tokens"],
@@ -280,30 +274,24 @@ class DeviceEngine(Engine):
         return nll
 
 
-def _masks(parts: Sequence[Part], shape: PassShape, device: torch.device) -> Callable[[Group], torch.Tensor]:
-    """Keep masks made on the host: right, not fast."""
+class _Masks:
+    """Keep masks (J, T, K) of the linears of a group, made on the device from each token's key.
 
-    def masks(group: Group) -> torch.Tensor:
-        keep = torch.ones(len(group.linears), shape.tokens, group.inputs, dtype=torch.uint8)
-        for j, linear in enumerate(group.linears):
-            at = 0
-            for part in parts:
-                spec = part.adapter.spec
-                for row in part.rows:
-                    length = len(row.tokens)
-                    if spec.lora_dropout > 0 and linear in spec.targets:
-                        assert spec.seed is not None
-                        keep[j, at : at + length] = keep_mask(
-                            seed=spec.seed,
-                            step=part.step,
-                            sample=row.sample,
-                            layer=group.layer,
-                            module=LINEARS.index(linear),
-                            length=length,
-                            features=group.inputs,
-                            p=spec.lora_dropout,
-                        )
-                    at += length
-        return keep.to(device)
+    The last group's are kept: its dX, dA and dB ask one after the other, and a mask is T·K bytes a linear.
+    """
 
-    return masks
+    def __init__(self, keys: torch.Tensor) -> None:
+        self._keys = keys
+        self._last: tuple[Group, torch.Tensor] | None = None
+
+    def __call__(self, group: Group) -> torch.Tensor:
+        if self._last is None or self._last[0] != group:
+            self._last = None  # its memory may serve again
+            shape = (len(group.linears), self._keys.shape[1], group.inputs)
+            masks = torch.empty(shape, dtype=torch.uint8, device=self._keys.device)
+            for mask, linear in zip(masks, group.linears, strict=True):
+                keep_masks(
+                    self._keys, group.inputs, layer=group.layer, module=LINEARS.index(linear), out=mask
+                )
+            self._last = (group, masks)
+        return self._last[1]

@@ -15,6 +15,8 @@ import torch
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena
 from gshare.agent.train.device_pass import NOBODY
+from gshare.kernels.adamw_8bit_layout import lookup_tables, matrix_tables
+from gshare.kernels.adamw_8bit_triton import adamw_8bit_
 from gshare.kernels.adamw_triton import HYPER_COLUMNS, adamw_, hyper_row
 from gshare.kernels.grad_norm_triton import grad_norms
 from gshare.kernels.slot_table import slot_tables
@@ -52,15 +54,18 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class _Tables:
-    """Where a round's adapters lie, on the device."""
+    """Where a round's adapters lie, on the device. None: no adapter of the round has such moments."""
 
     key: tuple[object, ...]
     slots: torch.Tensor
-    blocks: torch.Tensor
+    blocks: torch.Tensor  # of all adapters
+    fp32: torch.Tensor | None  # the rows of `blocks` of those with fp32 moments
+    eight_bit: tuple[torch.Tensor, torch.Tensor] | None  # `matrix_tables` of the others
 
 
 class DeviceOptimizer:
-    """Steps the adapters of a round in three launches. Their moments are the arena's."""
+    """Steps the adapters of a round in three launches, four where some have 8-bit moments and others not.
+    Their moments are the arena's."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -68,6 +73,7 @@ class DeviceOptimizer:
         self._seats: dict[str, int] = {}
         self._fresh: set[str] = set()
         self._tables: _Tables | None = None
+        self._lookup: torch.Tensor | None = None
         self._staging: Staging | None = None
         self._readback = Readback(arena.device)
 
@@ -107,20 +113,26 @@ class DeviceOptimizer:
         staging.upload()
         hyper, overflow = (staging.device[name][:count] for name in ("hyper", "overflow"))
         norms, flags = self.norms(adapters), self.flags[:count]
-        compute = arena.whole("compute")
-        adamw_(
-            arena.whole("params"),
-            arena.whole("grads"),
-            arena.whole("exp_avg"),
-            arena.whole("exp_avg_sq"),
-            None if compute.dtype == torch.float32 else compute,
-            tables.slots,
-            tables.blocks,
-            hyper,
-            norms,
-            flags,
-            overflow=overflow,
-        )
+        params, grads, compute = (arena.whole(purpose) for purpose in ("params", "grads", "compute"))
+        copy = None if compute.dtype == torch.float32 else compute
+        per_adapter = (hyper, norms, flags)
+        if tables.fp32 is not None:
+            moments = (arena.whole("exp_avg"), arena.whole("exp_avg_sq"))
+            adamw_(params, grads, *moments, copy, tables.slots, tables.fp32, *per_adapter, overflow=overflow)
+        if tables.eight_bit is not None:
+            if self._lookup is None:
+                self._lookup = lookup_tables(arena.device)
+            adamw_8bit_(
+                params,
+                grads,
+                (arena.whole("codes1"), arena.whole("codes2")),
+                (arena.whole("floats1"), arena.whole("floats2")),
+                copy,
+                self._lookup,
+                *tables.eight_bit,
+                *per_adapter,
+                overflow=overflow,
+            )
         return Verdicts(self._readback.fetch(norms, overflow, flags))
 
     def _zero_unpassed(self, adapters: Sequence[Adapter]) -> None:
@@ -141,12 +153,24 @@ class DeviceOptimizer:
         """Made anew when the round's adapters or their places change."""
         key = (self.arena.generation, *(adapter.name for adapter in adapters))
         if self._tables is None or self._tables.key != key:
-            places = []
-            for adapter in adapters:
-                weights, moments = self.arena.slot(adapter.name), self.arena.moments_slot(adapter.name)
+            arena, device = self.arena, self.arena.device
+            places, fp32, matrices = [], [], []
+            for index, adapter in enumerate(adapters):
+                weights, moments = arena.slot(adapter.name), arena.moments_slot(adapter.name)
                 places.append((weights.start, moments.start if moments else 0, weights.length))
-            slots, blocks = (table.to(self.arena.device) for table in slot_tables(places))
-            self._tables = _Tables(key, slots, blocks)
+                if moments is not None:
+                    fp32.append(index)
+                else:
+                    matrices += arena.matrices_8bit(adapter.name, index)
+            slots, blocks = slot_tables(places)
+            own = blocks[torch.isin(blocks[:, 0], torch.tensor(fp32))]
+            eight_bit = None
+            if matrices:
+                table, groups = matrix_tables(matrices)
+                eight_bit = (table.to(device), groups.to(device))
+            self._tables = _Tables(
+                key, slots.to(device), blocks.to(device), own.to(device) if fp32 else None, eight_bit
+            )
         return self._tables
 
 

@@ -17,6 +17,8 @@ import torch
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.attention_triton import NOTHING, attention_blocks, block_capacity
+from gshare.kernels.dropout import threshold
+from gshare.kernels.dropout_triton import SequenceKey, token_keys
 from gshare.kernels.layout import GROUPS
 from gshare.kernels.lora_tables import BLOCK_T, GroupShape, PassAdapter, PassTables
 
@@ -136,6 +138,7 @@ class PassBuffers:
             max_blocks=shape.tokens // BLOCK_T + shape.adapters,
             max_rank=shape.rank,
             extra={
+                **({"keys": ((5, shape.tokens), "int64")} if shape.dropout else {}),
                 "tokens": ((shape.tokens,), "int64"),
                 "read": ((shape.labels,), "int64"),
                 "write": ((shape.labels,), "int64"),
@@ -169,6 +172,8 @@ class PassBuffers:
         host["targets"][m:] = -1
         host["scale"][:m] = np.repeat([1.0 / max(part.label_tokens, 1) for part in parts], rows.counts)
         host["scale"][m:] = 0.0
+        if shape.dropout:
+            host["keys"][:] = token_keys(_sequence_keys(parts), max_tokens=shape.tokens)
         spans = iter(pairwise(starts))
         self.tables.lay_out(
             [
@@ -188,3 +193,14 @@ class PassBuffers:
         owner[:m] = np.repeat(seats, counts)
         owner[m:] = NOBODY
         self.tables.upload(fresh)
+
+
+def _sequence_keys(parts: Sequence[Part]) -> list[SequenceKey]:
+    """What the dropout masks of each sequence are keyed by; an adapter without dropout keeps everything."""
+    keys = []
+    for part in parts:
+        spec = part.adapter.spec
+        assert spec.seed is not None
+        cut = threshold(spec.lora_dropout)
+        keys += [SequenceKey(spec.seed, part.step, row.sample, len(row.tokens), cut) for row in part.rows]
+    return keys

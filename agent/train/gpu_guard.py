@@ -129,6 +129,9 @@ class NoGuard:
     def record(self, phase: str) -> None:
         """Write down what is in use after `phase`: load, first_step, eval, save."""
 
+    def keep(self) -> None:
+        """After every round: see that the reservation still stands in the ledger."""
+
     def more_memory(self) -> bool:
         """After an out-of-memory error that smaller passes cannot mend: reserve more, where that is allowed.
 
@@ -176,6 +179,15 @@ class GpuGuard(NoGuard):
             if str(error) != self._problem:
                 self._problem = str(error)
                 self._say("warning", f"reservation {self._reservation.id}: use is not recorded: {error}")
+
+    def keep(self) -> None:
+        try:
+            self._reservation.keep()
+        except GshareError as error:  # as above
+            if str(error) != self._problem:
+                self._problem = str(error)
+                text = f"reservation {self._reservation.id}: its row cannot be put back: {error}"
+                self._say("warning", text)
 
     def more_memory(self) -> bool:
         if not self._may_grow:

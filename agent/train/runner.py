@@ -241,6 +241,7 @@ class Runner:
             for job, outcome in zip(jobs, outcomes, strict=True):
                 if job.state == "running":  # a failed save, learnt of when another ended, may have ended it
                     self._commit(job, outcome, seconds)
+        self._guard.keep()
         if not self._stepped:
             self._stepped = True
             self._guard.record("first_step")

@@ -32,6 +32,7 @@ from gshare.agent.vram.ledger import Grant, Ledger, Wanted
 from gshare.agent.vram.owners import Owners, used_by_row
 from gshare.agent.vram.queue import OnLook, OnWait, wait_for
 from gshare.agent.vram.rows import Client, Row, RowKind
+from gshare.agent.vram.store import LOCK_SECONDS
 
 #: An hour: the default time that a request waits for memory.
 WAIT_SECONDS = 3600.0
@@ -41,6 +42,9 @@ OVERRUN = 1.20
 
 #: A rewrite of the row costs a millisecond: smaller changes of the use than this (MiB) are not written.
 _WRITE_STEP_MB = 64
+
+#: `keep` comes with every training step: a lock that a stopped process holds must not stop training too.
+_KEEP_LOCK_S = 1.0
 
 _held: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
@@ -76,7 +80,11 @@ class Reservation:
         self._pid = os.getpid()
         self._measure_anew = False
         self._warned: set[str] = set()
+        self._told_put_back = False
         self._open = True
+        #: How long a change waits for the ledger's lock, seconds; whoever has to look at something else
+        #: meanwhile sets less.
+        self.lock_s = LOCK_SECONDS
         _held.add(self)
 
     @property
@@ -170,8 +178,9 @@ class Reservation:
         """Write down that `mb` MiB are in use after `phase` (load, first_step, eval, save, …).
 
         The highest use is what others see from then on. Warns once a phase when it is more than 20 % over
-        the budget.
+        the budget. Also does what `keep` does.
         """
+        self.keep()
         with self._lock:
             row = self.row
             peak = mb if self._measure_anew else max(row.peak_mb, mb)
@@ -186,6 +195,23 @@ class Reservation:
                 self._on_warning(
                     f"reservation {self.id} ({row.task}): {mb} MiB used after {phase}, {over:.0%} more than "
                     f"the {row.budget_mb} MiB reserved"
+                )
+
+    def keep(self) -> None:
+        """Put row and proof of life back when something removed or damaged them; said once. Three stats else.
+
+        To be called again and again by whoever holds memory: a row that is gone is memory that others are
+        given, and a damaged one may block the whole host. GshareError when it cannot be put back.
+        """
+        with self._lock:
+            if not self._open or self._ledger.stands(self._grant):
+                return
+            self._ledger.change(self._grant, lambda row: row, patience_s=min(self.lock_s, _KEEP_LOCK_S))
+            if not self._told_put_back:
+                self._told_put_back = True
+                self._on_warning(
+                    f"reservation {self.id}: something removed or damaged its files in "
+                    f"{self._ledger.directory}; they have been put back"
                 )
 
     def release(self) -> None:
@@ -232,7 +258,7 @@ class Reservation:
 
     def _change(self, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
         if self._open:
-            self._ledger.change(self._grant, change, ask_mb=ask_mb)
+            self._ledger.change(self._grant, change, ask_mb=ask_mb, patience_s=self.lock_s)
 
 
 def reserve(
@@ -279,7 +305,9 @@ def _with_budget(row: Row, budget_mb: int) -> Row:
 
 
 def _warn(text: str) -> None:
-    print(f"gshare: warning: {text}", file=sys.stderr)
+    """A stderr that takes nothing must not end what holds the memory."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"gshare: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _release_all() -> None:

@@ -20,6 +20,7 @@ from gshare.agent.jobs.names import plain
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.vram.clock import Now, holder, now
 from gshare.agent.vram.devices import ComputeMode, Device, DeviceReading, DeviceSource
+from gshare.agent.vram.grants import Grant, NeverFits, Place, Queued, Wanted
 from gshare.agent.vram.machine import (
     Admit,
     Decision,
@@ -34,46 +35,19 @@ from gshare.agent.vram.machine import (
 )
 from gshare.agent.vram.owners import Owners, outside_mb
 from gshare.agent.vram.paths import ledger_directory
-from gshare.agent.vram.rows import Client, Row, RowKind, Waiter, encode
+from gshare.agent.vram.rows import Row, Waiter, encode
 from gshare.agent.vram.settings import config_file, configured_factor, reserve_factor
 from gshare.agent.vram.sources import open_devices
-from gshare.agent.vram.store import Store, locked, note_look, release_lock
+from gshare.agent.vram.store import (
+    LOCK_SECONDS,
+    Store,
+    is_same,
+    locked,
+    note_look,
+    release_lock,
+    stamp,
+)
 from gshare.agent.vram.view import View, read_passes, read_view
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for: `mb` on any one of `devices`."""
-
-    mb: int
-    devices: tuple[Device, ...]
-    task: str
-    kind: RowKind = "trainer"
-    pid: int = 0  # 0: this process; for a hold, no process
-    clients: tuple[Client, ...] = ()
-    lease_s: float | None = None
-
-
-class Grant(msgspec.Struct, kw_only=True):
-    """A reservation that stands. `life` is the descriptor whose flock proves its holder; None for a lease."""
-
-    row: Row
-    device: Device
-    life: int | None
-
-
-class Place(msgspec.Struct, kw_only=True):
-    """A place in the queue, with its own proof of life."""
-
-    waiter: Waiter
-    life: int
-
-
-class Queued(msgspec.Struct, frozen=True, kw_only=True):
-    """Not now: where it stands and why; `place` None when it did not join the queue."""
-
-    decision: Wait
-    gpu_uuid: str
-    place: Place | None
 
 
 class Ledger:
@@ -98,23 +72,29 @@ class Ledger:
         return reserve_factor(device, self._factor)
 
     def reserve(
-        self, wanted: Wanted, *, place: Place | None = None, join_s: float | None = None
+        self,
+        wanted: Wanted,
+        *,
+        place: Place | None = None,
+        join_s: float | None = None,
+        patience_s: float = LOCK_SECONDS,
     ) -> Grant | Queued:
         """Reserve now, or say why not. With `join_s` a request that must wait joins the queue for so long.
 
-        A request that can never fit is a UsageError; a device in trouble a GshareError.
+        NeverFits when it is too large; GshareError when a device is in trouble, or the lock cannot be had
+        within `patience_s`.
         """
         with self.tracer.span("LedgerReserve", budget_mb=wanted.mb, task=wanted.task):
             if place is not None:
                 with self.tracer.phase("wait_poll"):
                     note_look(place.life, now().boot_s)
             readings = self.read_devices(wanted.devices)
-            with locked(self.directory, self.tracer) as store:
+            with locked(self.directory, self.tracer, patience_s) as store:
                 at = now()
                 view = self.view(store, at, readings)
                 uuid, decision = self._decide(view, wanted, place, readings)
                 if isinstance(decision, Never):
-                    raise UsageError(decision.reason) if decision.usage else GshareError(decision.reason)
+                    raise NeverFits(decision.reason) if decision.usage else GshareError(decision.reason)
                 device = next(device for device in wanted.devices if device.uuid == uuid)
                 with self.tracer.phase("ledger_wr"):
                     if isinstance(decision, Admit):
@@ -140,7 +120,14 @@ class Ledger:
                 with self.tracer.phase("lock_rel"):
                     _give_up(place)
 
-    def change(self, grant: Grant, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
+    def change(
+        self,
+        grant: Grant,
+        change: Callable[[Row], Row],
+        *,
+        ask_mb: int = 0,
+        patience_s: float = LOCK_SECONDS,
+    ) -> None:
         """Rewrite the holder's row as `change` makes it, and keep the result in `grant`.
 
         With `ask_mb` > 0 the change is admitted like a request for so much more. When that does not fit now,
@@ -149,7 +136,7 @@ class Ledger:
         """
         with self.tracer.span("LedgerReserve", budget_mb=ask_mb, task=grant.row.task):
             readings = self.read_devices((grant.device,)) if ask_mb else {}
-            with locked(self.directory, self.tracer) as store:
+            with locked(self.directory, self.tracer, patience_s) as store:
                 if ask_mb:
                     view = self.view(store, now(), readings)
                     decision = decide(
@@ -163,6 +150,17 @@ class Ledger:
                 row = change(grant.row)
                 with self.tracer.phase("ledger_wr"):
                     _write_row(store, grant, row)
+
+    def stands(self, grant: Grant) -> bool:
+        """Whether row and proof of life are still the files that this process wrote: no lock, three stats.
+
+        True, unlooked at, for a grant whose row this process does not look after.
+        """
+        if grant.written is None or grant.life is None:
+            return True
+        with self.tracer.span("LedgerCleanup"), self.tracer.phase("ledger_rd"):
+            life = self.directory / f"row-{grant.row.id}.life"
+            return stamp(self.directory / _file_of(grant.row)) == grant.written and is_same(life, grant.life)
 
     def release(self, grant: Grant) -> None:
         """Remove the row. Whatever happens the flock is given back, so at worst the next operation cleans."""
@@ -298,13 +296,13 @@ class Ledger:
         )
         life = None if lease else store.create_life(f"row-{row.id}.life")
         try:
-            store.write(_file_of(row), encode(row))
+            written = store.write(_file_of(row), encode(row))
         except BaseException:
             if life is not None:
                 store.remove(f"row-{row.id}.life")
                 release_lock(life)
             raise
-        return Grant(row=row, device=device, life=life)
+        return Grant(row=row, device=device, life=life, written=None if lease else written)
 
     def _count_passes(self, store: Store, view: View, passes: Sequence[str]) -> None:
         """One more for each waiter that is overtaken, in this user's own file: others' we cannot replace."""
@@ -362,8 +360,10 @@ def _write_row(store: Store, grant: Grant, row: Row) -> None:
         new = store.create_life(life)
         release_lock(grant.life)
         grant.life = new
-    store.write(_file_of(row), encode(row))
+    written = store.write(_file_of(row), encode(row))
     grant.row = row
+    if grant.written is not None:
+        grant.written = written
 
 
 def _leave(store: Store, place: Place) -> None:

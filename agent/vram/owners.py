@@ -1,4 +1,4 @@
-"""Which row a process's memory belongs to, and what is left over: used outside the ledger.
+"""Which row a process's memory belongs to, and what is left over: used by nobody's row, or beyond it.
 
 A process belongs to a row when it is the row's process, carries the row's id in its environment
 (`GSHARE_RESERVATION`, set by `gpu run`), or descends from the row's process.
@@ -59,18 +59,22 @@ class Owners:
         return None
 
     def _marked(self, pid: int) -> str | None:
-        """The row named in the environment; unreadable for another user's process, so then nobody's."""
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                entries = file.read().split(b"\0")
-        except OSError:
-            return None
-        prefix = f"{RESERVATION_VARIABLE}=".encode()
-        for entry in entries:
-            if entry.startswith(prefix):
-                name = entry[len(prefix) :].decode("ascii", "replace")
-                return name if name in self._ids else None
+        name = named_reservation(pid)
+        return name if name in self._ids else None
+
+
+def named_reservation(pid: int) -> str | None:
+    """The row's id in the process's environment; unreadable, so None, for another user's process."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
         return None
+    prefix = f"{RESERVATION_VARIABLE}=".encode()
+    for entry in entries:
+        if entry.startswith(prefix):
+            return entry[len(prefix) :].decode("ascii", "replace")
+    return None
 
 
 def _innermost_pid(pid: int) -> int | None:
@@ -86,7 +90,11 @@ def _innermost_pid(pid: int) -> int | None:
 
 
 def outside_mb(reading: DeviceReading, rows: Sequence[Row], owner: Callable[[int], str | None]) -> int | None:
-    """MiB that processes outside the ledger use on one device whose rows are `rows`. None: unknown.
+    """MiB that no row on one device accounts for, whose rows are `rows`. None: unknown.
+
+    Of a row at most what it counts is taken off: what its processes use beyond that is in no row, and would
+    be handed out a second time. A holder writes such a peak down; a `hold` and a program whose watcher died
+    have none.
 
     Without a list of processes the holders' own last measurements are taken off; a holder that has not
     measured yet then counts twice, which errs on the safe side. Memory that the driver attributes to
@@ -95,20 +103,19 @@ def outside_mb(reading: DeviceReading, rows: Sequence[Row], owner: Callable[[int
     if reading.used_mb is None:
         return None
     measured = {row.id: row.used_mb for row in rows}
-    if reading.processes is None:
-        return max(0, reading.used_mb - sum(measured.values()))
-    inside = 0
-    unknown: set[str] = set()
-    for process in reading.processes:
+    inside = dict.fromkeys(measured, 0)
+    unknown = set(measured) if reading.processes is None else set[str]()
+    for process in reading.processes or ():
         row_id = owner(process.pid)
         if row_id is None or row_id not in measured:
             continue
         if process.used_mb is None:
             unknown.add(row_id)
         else:
-            inside += process.used_mb
-    inside += sum(measured[row_id] for row_id in unknown)
-    return max(0, reading.used_mb - inside)
+            inside[row_id] += process.used_mb
+    for row_id in unknown:
+        inside[row_id] += measured[row_id]
+    return max(0, reading.used_mb - sum(min(inside[row.id], row.counted_mb) for row in rows))
 
 
 def used_by_row(reading: DeviceReading, row_id: str, owner: Callable[[int], str | None]) -> int | None:

@@ -12,8 +12,12 @@ import os
 import time
 from collections.abc import Callable
 
-from gshare.agent.errors import RetryLater
-from gshare.agent.vram.ledger import Grant, Ledger, Place, Queued, Wanted
+import msgspec
+from gshare.agent.errors import GshareError, RetryLater
+from gshare.agent.vram.grants import Grant, NeverFits, Place, Queued, Wanted
+from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.machine import Wait
+from gshare.agent.vram.store import LOCK_SECONDS
 
 LOOK_S = 0.05
 FULL_LOOK_S = 2.0
@@ -35,7 +39,8 @@ def place_line(queued: Queued) -> str:
 
 
 class Announcer:
-    """An `OnWait` for people: a line when the place changes, and now and then when only the reason does."""
+    """An `OnWait` for people: a line when the place changes or trouble begins or ends, and now and then when
+    only the reason changes."""
 
     def __init__(
         self,
@@ -44,13 +49,13 @@ class Announcer:
         line: Callable[[Queued], str] = place_line,
     ) -> None:
         self._say, self._every_s, self._line = say, every_s, line
-        self._position, self._at = 0, 0.0
+        self._news, self._at = (0, False), 0.0
 
     def __call__(self, queued: Queued) -> None:
-        position = queued.decision.position
+        news = (queued.decision.position, queued.trouble)
         now = time.monotonic()
-        if position != self._position or now - self._at >= self._every_s:
-            self._position, self._at = position, now
+        if news != self._news or now - self._at >= self._every_s:
+            self._news, self._at = news, now
             self._say(self._line(queued))
 
 
@@ -64,21 +69,32 @@ def wait_for(
 ) -> Grant:
     """Reserve, waiting at most `timeout_s` seconds; 0 does not wait at all.
 
-    RetryLater (exit 75) when the time is over; the queue is left however this ends. Errors of
-    `Ledger.reserve` and of the two callbacks pass through.
+    RetryLater (exit 75) when the time is over; the queue is left however this ends. Once in the queue, a
+    device, a driver or a lock in trouble is waited out like memory. NeverFits, errors of the first look and
+    those of the two callbacks pass through.
     """
     deadline = time.monotonic() + timeout_s
     join_s = timeout_s if timeout_s > 0 else None
     place: Place | None = None
+    queued: Queued | None = None  # the last answer
     told: tuple[int, str] | None = None
     try:
         while True:
             with ledger.tracer.span("WaitPoll"), ledger.tracer.phase("wait_poll"):
                 stamp = _stamp(ledger)
-            answer = ledger.reserve(wanted, place=place, join_s=join_s)
+            try:
+                # In the queue the lock is asked for no longer than a full look may be late, and then again.
+                patience_s = LOCK_SECONDS if place is None else FULL_LOOK_S
+                answer = ledger.reserve(wanted, place=place, join_s=join_s, patience_s=patience_s)
+            except GshareError as error:
+                if place is None or queued is None or isinstance(error, NeverFits):
+                    raise
+                decision = Wait(queued.decision.position, str(error))
+                answer = msgspec.structs.replace(queued, decision=decision, trouble=True)
             if isinstance(answer, Grant):
                 place = None
                 return answer
+            queued = answer
             if place is None and answer.place is not None:
                 place = answer.place
                 stamp = None  # our own joining moved it: what happened meanwhile is seen by the next look

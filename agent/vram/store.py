@@ -33,7 +33,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import Tracer
@@ -61,6 +61,20 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Life = Literal["held", "free", "missing", "unreadable"]
+
+
+class Stamp(NamedTuple):
+    """One state of one file. The time of change is the kernel's own: no program can set it back."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+#: The state of no file: of one that something else changed before it could be looked at.
+NEVER = Stamp(0, 0, 0, 0, 0)
 
 
 class Unreadable(Exception):
@@ -105,9 +119,10 @@ class Store:
         except OSError:
             return None
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> Stamp:
         """Replace or make a file: temp, fsync, rename, fsync of the directory. Old or new, never half.
 
+        Its state with what was written in it; NEVER when something else has changed it since.
         A file of another user (root may replace one) keeps its owner and mode, or they could not change it
         any more. GshareError for more bytes than `read` takes: the file would block everybody.
         """
@@ -125,6 +140,7 @@ class Store:
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
+                made = _stamp_of(os.fstat(fd))
             finally:
                 os.close(fd)
             os.rename(temporary, name, src_dir_fd=self.directory, dst_dir_fd=self.directory)
@@ -132,6 +148,8 @@ class Store:
             self.remove(temporary)
             raise
         os.fsync(self.directory)
+        named = stamp(name, self.directory)  # the renaming changed it too, but neither content nor its time
+        return named if named is not None and named[:-1] == made[:-1] else NEVER
 
     def _set_owner(self, fd: int, replaced: str) -> None:
         mode = 0o644
@@ -232,11 +250,28 @@ class Store:
 
     def is_same(self, name: str, fd: int) -> bool:
         """Whether `name` is still the file that `fd` has open."""
-        try:
-            there, ours = os.stat(name, dir_fd=self.directory, follow_symlinks=False), os.fstat(fd)
-        except OSError:
-            return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return is_same(name, fd, self.directory)
+
+
+def is_same(path: str | Path, fd: int, directory: int | None = None) -> bool:
+    """Whether `path` is still the file that `fd` has open; needs no lock."""
+    try:
+        there, ours = os.stat(path, dir_fd=directory, follow_symlinks=False), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def stamp(path: str | Path, directory: int | None = None) -> Stamp | None:
+    """The file's state now, None when it cannot be looked at; needs no lock."""
+    try:
+        return _stamp_of(os.stat(path, dir_fd=directory, follow_symlinks=False))
+    except OSError:
+        return None
+
+
+def _stamp_of(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def note_look(life: int, boot_s: float) -> None:
