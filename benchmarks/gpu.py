@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py [--cells 8b-bf16-n16 …] [--smollm2 DIR] [--out FILE] [--again]
 
-A cell is one model, dtype and number of adapters, about a minute; cells already in FILE are kept, so a run that
-was cut short is taken up by the same command. Workload: batch 1, lognormal lengths (median 170, 64–512), r = 16
-on all linears, AdamW, loss on all tokens.
+A cell is one model, dtype and number of adapters, about a minute; cells already in FILE are kept, so a run
+that was cut short is taken up by the same command. Workload: batch 1, lognormal lengths (median 170,
+64–512), r = 16 on all linears, AdamW, loss on all tokens.
 
     floor       the base GEMMs and the head of as many tokens, forward and dX, one CUDA graph
     packed      gshare, all adapters in one pass; steady: after the first steps
@@ -37,6 +37,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import gpu_lora
 import gpu_peft
 from gpu_arms import Measured, UngroupedBackend, UngroupedEngine, gemm_floor, packed, solo
 from gpu_workload import Workload, make_base, shape_config
@@ -53,24 +54,27 @@ class Cell:
     model: str
     base_dtype: str
     adapters: int
-    warm: int  # steps that are not timed
-    timed: int
+    steps: int
+    rehearsals: int  # the same steps before the timed ones: kernels, plans, then graphs
     gate: int  # steps after which packed and solo are compared
 
 
-#: Small models see more shapes before each has its graph, so they warm up longer.
 CELLS = {
-    "8b-bf16-n1": Cell("llama-3.1-8b", "bf16", 1, 12, 20, 4),
-    "8b-bf16-n4": Cell("llama-3.1-8b", "bf16", 4, 4, 10, 3),
-    "8b-bf16-n16": Cell("llama-3.1-8b", "bf16", 16, 4, 12, 3),
-    "8b-bf16-n32": Cell("llama-3.1-8b", "bf16", 32, 3, 8, 2),
-    "8b-nf4-n16": Cell("llama-3.1-8b", "nf4", 16, 4, 10, 2),
-    "qwen0.5b-bf16-n1": Cell("qwen2.5-0.5b", "bf16", 1, 16, 24, 4),
-    "qwen0.5b-bf16-n16": Cell("qwen2.5-0.5b", "bf16", 16, 24, 24, 4),
-    "smollm2-bf16-n1": Cell("smollm2", "bf16", 1, 16, 24, 4),
-    "smollm2-bf16-n16": Cell("smollm2", "bf16", 16, 24, 24, 4),
+    "8b-bf16-n1": Cell("llama-3.1-8b", "bf16", 1, 16, 2, 4),
+    "8b-bf16-n4": Cell("llama-3.1-8b", "bf16", 4, 10, 2, 3),
+    "8b-bf16-n16": Cell("llama-3.1-8b", "bf16", 16, 12, 1, 3),
+    "8b-bf16-n32": Cell("llama-3.1-8b", "bf16", 32, 8, 1, 2),
+    "8b-nf4-n16": Cell("llama-3.1-8b", "nf4", 16, 10, 1, 2),
+    "qwen0.5b-bf16-n1": Cell("qwen2.5-0.5b", "bf16", 1, 24, 2, 4),
+    "qwen0.5b-bf16-n16": Cell("qwen2.5-0.5b", "bf16", 16, 24, 2, 4),
+    "smollm2-bf16-n1": Cell("smollm2", "bf16", 1, 24, 2, 4),
+    "smollm2-bf16-n16": Cell("smollm2", "bf16", 16, 24, 2, 4),
 }
+#: Cells of gpu_lora.py.
+SMALL_CELLS = ("lora-path", "8b-bf16-memory")
 PEFT_CELLS = ("8b-bf16-peft", "8b-bf16-peft-six", "8b-bf16-peft-six-mps")
+
+ALL = ("lora-path", *CELLS, "8b-bf16-memory", *PEFT_CELLS)
 
 
 def versions() -> dict[str, str]:
@@ -87,48 +91,63 @@ def versions() -> dict[str, str]:
 def run_cell(cell: Cell, base: Base) -> dict[str, Any]:
     """Every gshare arm of a cell, and whether their bytes agree."""
     vocabulary = base.config.vocab_size
-    steps = cell.warm + cell.timed
-    load = Workload(cell.adapters, steps, vocabulary)
+    load = Workload(cell.adapters, cell.steps, vocabulary)
     short = Workload(cell.adapters, cell.gate, vocabulary)
-    tokens = load.mean_tokens(cell.warm)
+    tokens = load.mean_tokens(1)
     floor = tokens / gemm_floor(base, tokens)
 
     engine = DeviceEngine(base, TritonBackend())
-    alone = solo(engine, short, 1)
-    together = packed(engine, short, 1)
-    differing = compare(alone, together)
-    main = packed(engine, load, cell.warm)
+    cold = packed(engine, load, 0)
+    for _ in range(cell.rehearsals - 1):
+        packed(engine, load, 0)
+    main = packed(engine, load, 1)
     report: dict[str, Any] = {
         "tokens_per_step": tokens,
         "floor": floor,
         "packed": main.rate,
         "packed_step_ms": [round(s * 1000, 2) for s in main.step_seconds],
-        "cold_s": main.cold_seconds,
+        "cold": cold.rate,
         "peak_mb": main.peak_mb,
-        "replays": engine.replays,
-        "plans": sorted({*engine.backend.gemm.plans().values()}),  # pyright: ignore[reportAttributeAccessIssue]
-        "differing": {"packed": differing},
+        "no_overlap": packed(engine, load, 1, overlap=False).rate,
     }
-    report["no_overlap"] = packed(engine, load, cell.warm, overlap=False).rate
+    alone = solo(engine, short, 1)
+    report["solo"] = alone.rate if cell.adapters == 1 else steady_solo(engine, load)
+    report["differing"] = {"packed": compare(alone, packed(engine, short, 1))}
+    report["replays"] = engine.replays
+    backend = engine.backend
+    assert isinstance(backend, TritonBackend)
+    report["plans"] = sorted({*backend.gemm.plans().values()})
+    captured = engine.replays > 0
     del engine
     release()
 
-    os.environ["GSHARE_CUDA_GRAPHS"] = "0"
-    eager = DeviceEngine(base, TritonBackend())
-    report["no_graphs"] = packed(eager, load, cell.warm).rate
-    report["differing"]["no graphs"] = compare(alone, packed(eager, short, 1))
-    del eager
-    release()
-    os.environ["GSHARE_CUDA_GRAPHS"] = "1"
-    if cell.adapters > 1:
+    if captured:
+        eager = DeviceEngine(base, TritonBackend())
+        eager.graphs = False
+        packed(eager, load, 0)
+        report["no_graphs"] = packed(eager, load, 1).rate
+        report["differing"]["no graphs"] = compare(alone, packed(eager, short, 1))
+        del eager
+        release()
+    if cell.adapters == 16:
         one_by_one = UngroupedEngine(base, UngroupedBackend())
-        report["ungrouped"] = packed(one_by_one, load, cell.warm).rate
+        for _ in range(cell.rehearsals):
+            packed(one_by_one, load, 0)
+        report["ungrouped"] = packed(one_by_one, load, 1).rate
         report["differing"]["ungrouped"] = compare(alone, packed(one_by_one, short, 1))
         del one_by_one
         release()
     report["of_floor"] = report["packed"] / floor
     report["gate"] = not any(report["differing"].values())
     return report
+
+
+def steady_solo(engine: DeviceEngine, load: Workload) -> float:
+    """Tokens per second of the first two jobs one after another, their shapes met before."""
+    two = Workload(2, load.steps, load.vocabulary)
+    for _ in range(2):
+        solo(engine, two, 0)
+    return solo(engine, two, 1).rate
 
 
 def compare(alone: Measured, other: Measured) -> list[str]:
@@ -155,14 +174,14 @@ def run_peft(name: str, results: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cells", nargs="*", default=[*CELLS, *PEFT_CELLS])
+    parser.add_argument("--cells", nargs="*", default=ALL)
     parser.add_argument("--smollm2", default="", help="checkpoint directory for the cells with real weights")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json")
     parser.add_argument("--again", action="store_true", help="measure cells that FILE has already")
     given = parser.parse_args()
-    unknown = set(given.cells) - {*CELLS, *PEFT_CELLS}
+    unknown = set(given.cells) - set(ALL)
     if unknown:
-        parser.error(f"unknown cells {sorted(unknown)}; known: {', '.join([*CELLS, *PEFT_CELLS])}")
+        parser.error(f"unknown cells {sorted(unknown)}; known: {', '.join(ALL)}")
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     base: tuple[tuple[str, str], Base] | None = None
     device = torch.device("cuda")
@@ -174,8 +193,10 @@ def main() -> int:
             base = None
             release()
             found = run_peft(name, results)
+        elif name == "lora-path":
+            found = gpu_lora.lora_path()
         else:
-            cell = CELLS[name]
+            cell = CELLS[name] if name in CELLS else CELLS["8b-bf16-n16"]
             key = (cell.model, cell.base_dtype)
             if cell.model == "smollm2" and not given.smollm2:
                 print(f"{name}: left out; give --smollm2 DIR", file=sys.stderr)
@@ -185,7 +206,7 @@ def main() -> int:
                 release()
                 where = given.smollm2 if cell.model == "smollm2" else cell.model
                 base = (key, make_base(where, cell.base_dtype, device))
-            found = run_cell(cell, base[1])
+            found = run_cell(cell, base[1]) if name in CELLS else gpu_lora.adapter_memory(base[1])
         results[name] = found | {"versions": versions(), "wall_s": round(time.perf_counter() - started, 1)}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(results, indent=1) + "\n")
@@ -195,14 +216,25 @@ def main() -> int:
 
 
 def line(name: str, cell: dict[str, Any]) -> str:
+    if name == "lora-path":
+        shapes = [
+            f"{shape} ×{found['forward']:.3f} / ×{found['backward']:.3f}"
+            for shape, found in cell.items()
+            if "->" in shape
+        ]
+        return f"{name} (forward / backward over the bare GEMM): {', '.join(shapes)}"
+    if name == "8b-bf16-memory":
+        return (
+            f"{name}: one more adapter {cell['one_more_mb']:,.0f} MiB, ×{cell['ratio']:.3f} what it must hold"
+        )
     if "floor" not in cell:
         return f"{name}: {cell['tokens_per_s']:,.0f} tokens/s ({cell['settings']})"
     if not cell["gate"]:
         return f"{name}: GATE FAILED, no ratios: {cell['differing']}"
-    arms = {arm: cell[arm] for arm in ("no_overlap", "no_graphs", "ungrouped") if arm in cell}
+    arms = {arm: cell[arm] for arm in ("solo", "cold", "no_overlap", "no_graphs", "ungrouped") if arm in cell}
     rest = ", ".join(f"{arm} {rate / cell['packed']:.2f}×" for arm, rate in arms.items())
     return (
-        f"{name}: {cell['packed']:,.0f} tokens/s, {cell['of_floor']:.3f} of the floor ({cell['floor']:,.0f}), "
+        f"{name}: {cell['packed']:,.0f} tokens/s, {cell['of_floor']:.3f} of the floor {cell['floor']:,.0f}, "
         f"{rest}, peak {cell['peak_mb']:,.0f} MiB, {cell['wall_s']:.0f} s"
     )
 

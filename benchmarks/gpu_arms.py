@@ -77,12 +77,13 @@ def gemm_floor(base: Base, tokens: int) -> float:
             _ = rows(w.shape[0]) @ w
 
     try:
-        return _graph_seconds(run)
+        return graph_seconds(run)
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before if isinstance(before, bool) else (False, False)
 
 
-def _graph_seconds(run: Callable[[], None], repeats: int = 5) -> float:
+def graph_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Median seconds of `run`, captured as a CUDA graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -97,7 +97,7 @@ def audit(
         from gshare.agent.base.device import pick_device
         from gshare.agent.train.audit import audit as compare
         from gshare.agent.train.gpu_guard import make_guard
-        from gshare.kernels.reference_backend import ReferenceBackend
+        from gshare.kernels.backend import pick_backend
 
         where = pick_device(held.device)
         guard = make_guard(held.reservation, asked=held.device, where=where, may_grow=held.may_grow, say=say)
@@ -114,7 +114,7 @@ def audit(
             model_dir=model_dir,
             device=where,
             guard=guard,
-            backend_factory=lambda: ReferenceBackend(exact=not inexact),
+            backend_factory=lambda: pick_backend(where, exact=not inexact),
             directory=directory,
             joins=joins,
             on_progress=progress,

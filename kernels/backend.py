@@ -10,6 +10,7 @@ one `linear` per group of linears, whatever the number of adapters is.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -100,12 +101,15 @@ class Backend(Protocol):
         ...
 
 
-def pick_backend(device: torch.device, *, exact: bool = True) -> Backend:
-    """The backend of a device: Triton's on CUDA, the references elsewhere; `exact=False` is the control."""
+def pick_backend(device: torch.device, *, exact: bool = True, plans: Path | None = None) -> Backend:
+    """The backend of a device: Triton's on CUDA, the references elsewhere; `exact=False` is the control.
+
+    `plans`: the file in which a GPU's GEMM plans are kept between processes (`gemm_plans.py`), or None.
+    """
     if device.type == "cuda":
         from gshare.kernels.triton_backend import TritonBackend
 
-        return TritonBackend(exact=exact)
+        return TritonBackend(exact=exact, plans=plans)
     from gshare.kernels.reference_backend import ReferenceBackend
 
     return ReferenceBackend(exact=exact)

@@ -3,7 +3,7 @@
 cuBLASLt with split-K forbidden gave the bits of `gemm_triton` for every shape and row count tried on an H200
 (Llama-8B, Qwen2.5-0.5B and SmolLM2 shapes, 16–3,200 rows, forward and dX), at the speed of the default for
 most. Neither is promised anywhere, so each (product, weight shape, rows) is compared bit for bit on random
-rows the first time it is met.
+rows the first time it is met, and the outcome kept for this card and these versions (`gemm_plans.py`).
 
 float32 stays with `RowInvariantGemm`: its products are checked in another way.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from gshare.kernels.gemm import RowInvariantGemm, linear_dx_reference, linear_reference
+from gshare.kernels.gemm_plans import Plan, PlanCache, card_key
 from gshare.kernels.gemm_triton import linear_dx_triton, linear_triton
 
 log = logging.getLogger(__name__)
@@ -46,18 +48,21 @@ def slow_without_split_k(rows: int, outputs: int, reduced: int) -> bool:
 class CudaGemm:
     """`linear` and `linear_dx` with bits that depend on the row and the weight alone.
 
-    `exact=False` is the negative control.
+    `exact=False` is the negative control. `plans`: the file that keeps the comparisons' outcomes between
+    processes; None: they are made anew.
     """
 
-    def __init__(self, *, exact: bool = True) -> None:
+    def __init__(self, *, exact: bool = True, plans: Path | None = None) -> None:
         self.exact = exact
         self._blas_is_whole = forbid_split_k()
         self._other = RowInvariantGemm(exact=exact)
-        self._plans: dict[tuple[str, int, int, int], str] = {}
+        self._plans: dict[tuple[str, int, int, int], Plan] = {}
+        self._plans_file = plans
+        self._cache: PlanCache | None = None
 
     def plans(self) -> dict[str, str]:
         """What was chosen: "product outputs←reduced at rows" → cublas or triton; for audits and profiles."""
-        own = {f"{kind} {n}←{k} at {m} rows": plan for (kind, n, k, m), plan in self._plans.items()}
+        own = {_product(key): plan for key, plan in self._plans.items()}
         return own | {name: str(plan) for name, plan in self._other.plans().items()}
 
     def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -76,15 +81,31 @@ class CudaGemm:
         plan = self._plans.get(key) or self._choose(key, linear_dx_reference, linear_dx_triton, w)
         return dy @ w if plan == "cublas" else linear_dx_triton(dy, w)
 
-    def _choose(self, key: tuple[str, int, int, int], blas: Product, own: Product, w: torch.Tensor) -> str:
+    def _choose(self, key: tuple[str, int, int, int], blas: Product, own: Product, w: torch.Tensor) -> Plan:
         _, outputs, reduced, rows = key
-        plan = "triton"
-        if self._blas_is_whole and not slow_without_split_k(rows, outputs, reduced):
-            generator = torch.Generator(device=w.device).manual_seed(0)
-            probe = torch.randn(rows, reduced, generator=generator, device=w.device, dtype=w.dtype)
-            if torch.equal(blas(probe, w), own(probe, w)):
-                plan = "cublas"
-            else:
-                log.info("cuBLAS differs from the contract for %s: own GEMM there", key)
+        if not self._blas_is_whole or slow_without_split_k(rows, outputs, reduced):
+            self._plans[key] = "triton"
+            return "triton"
+        if self._cache is None:
+            card = card_key(w.device) if self._plans_file is not None else None
+            self._cache = PlanCache(self._plans_file if card is not None else None, card or "")
+        plan = self._cache.get(_product(key))
+        if plan is None:
+            plan = compare(blas, own, rows, reduced, w)
+            self._cache.put(_product(key), plan)
+            if plan == "triton":
+                log.info("cuBLAS differs from the contract for %s: own GEMM there", _product(key))
         self._plans[key] = plan
         return plan
+
+
+def compare(blas: Product, own: Product, rows: int, reduced: int, w: torch.Tensor) -> Plan:
+    """`cublas` where it has the own GEMM's bits for `rows` random rows (rows, reduced), else `triton`."""
+    generator = torch.Generator(device=w.device).manual_seed(0)
+    probe = torch.randn(rows, reduced, generator=generator, device=w.device, dtype=w.dtype)
+    return "cublas" if torch.equal(blas(probe, w), own(probe, w)) else "triton"
+
+
+def _product(key: tuple[str, int, int, int]) -> str:
+    kind, outputs, reduced, rows = key
+    return f"{kind} {outputs}←{reduced} at {rows} rows"

@@ -5,6 +5,9 @@
 
 One fp32 accumulator an output element, over the reduced dimension in order; no split. So tiles may vary with
 M and no row's bits can: on an H200 eight tile shapes gave one set of bits, cuBLAS's too.
+
+Widths are arguments and not constants: a model's ten products share the few kernels that its tiles need,
+where a kernel a shape had cost most of a 60 s start.
 """
 
 from __future__ import annotations
@@ -14,94 +17,116 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from gshare.kernels.triton_common import INTERPRET, dot
+from gshare.kernels.launch import ceil_div, launch
+from gshare.kernels.tile_tables import LEAST_SHARED, Kind, Tiles, gemm_tiles
+from gshare.kernels.triton_common import INTERPRET, dot, narrow
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gemm(
+def gemm_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
     rows,
+    outputs,
+    reduced,
     x_stride,
-    outputs: tl.constexpr,
-    reduced: tl.constexpr,
-    w_output_stride: tl.constexpr,
-    w_reduced_stride: tl.constexpr,
+    w_stride,
+    TRANS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """y[m, n] = Σ_k x[m, k] · w[n · w_output_stride + k · w_reduced_stride]."""
+    """y[m, n] = Σ_k x[m, k] · w[n, k] with TRANS (forward), w[k, n] without (dX).
+
+    WHOLE_K: `reduced` is a multiple of BLOCK_K, so that nothing is masked along it.
+    """
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m[:, None].to(tl.int64) * x_stride + k[None, :]
-    w_at = w_ptr + n[None, :].to(tl.int64) * w_output_stride + k[:, None].to(tl.int64) * w_reduced_stride
+    if TRANS:
+        w_at = w_ptr + n[None, :].to(tl.int64) * w_stride + k[:, None]
+    else:
+        w_at = w_ptr + n[None, :] + k[:, None].to(tl.int64) * w_stride
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     m_in, n_in = m[:, None] < rows, n[None, :] < outputs
     for start in range(0, reduced, BLOCK_K):
-        left = reduced - start
-        a = tl.load(x_at, mask=m_in & (k[None, :] < left), other=0.0)
-        b = tl.load(w_at, mask=n_in & (k[:, None] < left), other=0.0)
-        acc = dot(a, b, acc, WIDEN)
+        if WHOLE_K:
+            a = tl.load(x_at, mask=m_in, other=0.0)
+            b = tl.load(w_at, mask=n_in, other=0.0)
+        else:
+            a = tl.load(x_at, mask=m_in & (k[None, :] < reduced - start), other=0.0)
+            b = tl.load(w_at, mask=n_in & (k[:, None] < reduced - start), other=0.0)
+        acc = dot(a, b, acc, INTERPRETED)
         x_at += BLOCK_K
-        w_at += BLOCK_K * w_reduced_stride
+        if TRANS:
+            w_at += BLOCK_K
+        else:
+            w_at += BLOCK_K * w_stride.to(tl.int64)
     y_at = y_ptr + m[:, None].to(tl.int64) * outputs + n[None, :]
-    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=m_in & n_in)
+    tl.store(y_at, narrow(acc, y_ptr.dtype.element_ty, INTERPRETED), mask=m_in & n_in)
 
 
 def linear_triton(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (M, K) @ w (N, K)ᵀ → (M, N), in x's dtype."""
-    return _launch(x, w, outputs=w.shape[0], reduced=w.shape[1], output_stride=w.stride(0), reduced_stride=1)
+    """x (M, K) @ w (N, K)ᵀ → (M, N), in x's dtype (bf16 or fp32). Rows of both may be strided."""
+    return _product("linear", x, w, outputs=w.shape[0], reduced=w.shape[1])
 
 
 def linear_dx_triton(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """dy (M, N) @ w (N, K) → (M, K), in dy's dtype."""
-    return _launch(dy, w, outputs=w.shape[1], reduced=w.shape[0], output_stride=1, reduced_stride=w.stride(0))
+    """dy (M, N) @ w (N, K) → (M, K), in dy's dtype (bf16 or fp32). Rows of both may be strided."""
+    return _product("linear_dx", dy, w, outputs=w.shape[1], reduced=w.shape[0])
 
 
-def _launch(
-    x: torch.Tensor, w: torch.Tensor, *, outputs: int, reduced: int, output_stride: int, reduced_stride: int
-) -> torch.Tensor:
-    assert x.stride(1) == w.stride(1) == 1
+def _product(kind: Kind, x: torch.Tensor, w: torch.Tensor, *, outputs: int, reduced: int) -> torch.Tensor:
+    assert x.shape[1] == reduced, (x.shape, w.shape)
+    assert x.dtype == w.dtype, (x.dtype, w.dtype)
+    assert x.stride(1) == w.stride(1) == 1, "contiguous rows needed"
     rows = x.shape[0]
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_m, block_n, block_k, warps, stages = _tiles(rows, outputs, x.element_size())
-    grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
-    _gemm[grid](
+    tiles = product_tiles(kind, rows, outputs, reduced, x.element_size(), x.device)
+    launch(
+        gemm_kernel,
+        (ceil_div(rows, tiles.block_m) * ceil_div(outputs, tiles.block_n),),
         x,
         w,
         y,
         rows,
-        x.stride(0),
         outputs,
         reduced,
-        output_stride,
-        reduced_stride,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        WIDEN=INTERPRET,
-        num_warps=warps,
-        num_stages=stages,
+        x.stride(0),
+        w.stride(0),
+        TRANS=kind == "linear",
+        WHOLE_K=reduced % tiles.block_k == 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        INTERPRETED=INTERPRET,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return y
 
 
-@lru_cache(maxsize=256)
-def _tiles(rows: int, outputs: int, element_size: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages): free for the bits, chosen for enough tiles.
-
-    64 KiB of shared memory at most (bf16 128 × 128 × 64, 2 stages; fp32 64 × 64 × 32, 3), which every card
-    since Turing has. cuBLAS takes the large shapes; these tiles are for few rows and for the check.
-    """
-    if element_size == 4:
-        return (64, 64, 32, 4, 3)
-    if rows <= 256 or outputs <= 1024:
-        # Few tiles: small ones, so that more of the card works (H200, 128 × 896: 19 µs, cuBLAS 228).
-        return (64, 64, 64, 4, 4)
-    return (128, 128, 64, 8, 2)
+@lru_cache(maxsize=1024)
+def product_tiles(
+    kind: Kind, rows: int, outputs: int, reduced: int, element_size: int, device: torch.device
+) -> Tiles:
+    """The card's tile for a product. The interpreter's matmul, unlike a GPU's, picks the order of its sums
+    from the tile's shape: there one tile serves every number of rows."""
+    if device.type != "cuda":
+        return gemm_tiles(kind, 64, outputs, reduced, 0, LEAST_SHARED, element_size)
+    card = torch.cuda.get_device_properties(device)
+    return gemm_tiles(
+        kind,
+        rows,
+        outputs,
+        reduced,
+        10 * card.major + card.minor,
+        card.shared_memory_per_block_optin,
+        element_size,
+    )

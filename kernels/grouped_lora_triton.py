@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from gshare.kernels.lora_tables import ALIGN, BLOCK_T, COLUMN_ALIGN, LoraWorkspace, PassTables
-from gshare.kernels.triton_common import INTERPRET, dot
+from gshare.kernels.triton_common import INTERPRET, dot, narrow
 
 #: Features of one accumulator. Part of the numerics, as are BLOCK_K and WARPS.
 CHUNK = 1024
@@ -195,7 +195,7 @@ def _shrink_kernel(
     scale = tl.load(scales + adapter)
     if PARTS == 1:
         value = tl.where(c_ok[None, :], total * scale, 0.0)
-        tl.store(s_places, value.to(s.dtype.element_ty), mask=keep)
+        tl.store(s_places, narrow(value, s.dtype.element_ty, WIDEN), mask=keep)
     else:
         SIZE: tl.constexpr = BLOCK_T * BLOCK_C
         slot = block * TILES + tile
@@ -207,7 +207,7 @@ def _shrink_kernel(
         if tl.atomic_add(counters + slot, 1, sem="acq_rel") == PARTS - 1:
             total = add_partials(base, places, keep, PARTS, SIZE, BLOCK_T, BLOCK_C)
             value = tl.where(c_ok[None, :], total * scale, 0.0)
-            tl.store(s_places, value.to(s.dtype.element_ty), mask=keep)
+            tl.store(s_places, narrow(value, s.dtype.element_ty, WIDEN), mask=keep)
             tl.store(counters + slot, 0)
 
 
@@ -349,7 +349,7 @@ def _expand_kernel(
         acc = _expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, True, WIDEN)
     else:
         acc = _expand_sum(s_rows, t_ok, b, n, n_ok, rank, BLOCK_T, BLOCK_N, BLOCK_R, False, WIDEN)
-    tl.store(places, (value.to(tl.float32) + acc).to(y.dtype.element_ty), mask=keep)
+    tl.store(places, narrow(value.to(tl.float32) + acc, y.dtype.element_ty, WIDEN), mask=keep)
 
 
 def lora_expand(y: torch.Tensor, s: torch.Tensor, flat: torch.Tensor, tables: PassTables, group: int) -> None:

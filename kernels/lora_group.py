@@ -1,7 +1,7 @@
 """References of the grouped LoRA kernels: loops over adapters and linears, in float64, rounded never.
 
-What each computes is written in `grouped_lora_triton.py` and `grouped_lora_backward_triton.py`; S and dS
-here have the kernels' columns. Tokens of no adapter and columns past a rank stay zero.
+What each computes is written beside the kernels (`grouped_lora*_triton.py`); S and dS here have their
+columns. Tokens of no adapter and columns past a rank stay zero.
 """
 
 from __future__ import annotations

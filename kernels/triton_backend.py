@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,7 +17,8 @@ from gshare.kernels.attention_backward_triton import attention_backward
 from gshare.kernels.attention_triton import attention_forward
 from gshare.kernels.cross_entropy_triton import linear_cross_entropy
 from gshare.kernels.gemm_cuda import CudaGemm
-from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx, lora_grads
+from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
+from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
@@ -74,13 +76,14 @@ def _index(group: Group) -> int:
 
 
 class TritonBackend:
-    """bf16 and fp32 on CUDA. `exact=False` breaks row invariance on purpose (negative control)."""
+    """bf16 and fp32 on CUDA. `exact=False` breaks row invariance on purpose (negative control); `plans` is
+    the file in which GEMM plans are kept between processes."""
 
     name = "triton"
 
-    def __init__(self, *, exact: bool = True) -> None:
+    def __init__(self, *, exact: bool = True, plans: Path | None = None) -> None:
         self.calls: Counter[str] = Counter()
-        self.gemm = CudaGemm(exact=exact)
+        self.gemm = CudaGemm(exact=exact, plans=plans)
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.calls["linear"] += 1

@@ -19,9 +19,9 @@ from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.train.audit import Trace, audit
 from gshare.agent.train.engine import Engine, Part, Row
+from gshare.agent.train.engines import make_engine
 from gshare.agent.train.rounds import Rounds, StepWork
-from gshare.kernels.reference_backend import ReferenceBackend
-from toy import BASE_DTYPE, DEVICE, changed, make_runner, random_rows, request, tiny_base, train
+from toy import BASE_DTYPE, DEVICE, changed, make_runner, new_backend, random_rows, request, tiny_base, train
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_out_of_memory_changes_nothing_but_the_pass(base: Base) -> None:
     rows = [[Row(*_row(30, seed=i), sample=i)] for i in range(4)]
 
     def losses_and_gradients(limit: int | None) -> tuple[list[float], list[torch.Tensor], int]:
-        engine = Engine(base, ReferenceBackend())
+        engine = make_engine(base, new_backend())
         adapter = engine.new_adapter("a", _spec())
         attempts = 0
 
@@ -296,7 +296,7 @@ def test_out_of_memory_changes_nothing_but_the_pass(base: Base) -> None:
 
 
 def test_a_row_that_never_fits_ends_its_own_job_only(base: Base) -> None:
-    engine = Engine(base, ReferenceBackend())
+    engine = make_engine(base, new_backend())
     small, large = engine.new_adapter("small", _spec()), engine.new_adapter("large", _spec())
 
     def before_pass(parts: Sequence[Part]) -> None:
@@ -313,8 +313,8 @@ def test_a_row_that_never_fits_ends_its_own_job_only(base: Base) -> None:
 def test_a_packed_pass_is_packed(base: Base) -> None:
     """One base product per linear and pass, whatever the number of adapters."""
     for adapters in (1, 5):
-        backend = ReferenceBackend()
-        engine = Engine(base, backend)
+        backend = new_backend()
+        engine = make_engine(base, backend)
         parts = [
             Part(engine.new_adapter(str(i), _spec(r=i + 1)), [Row(*_row(9, seed=i))]) for i in range(adapters)
         ]
@@ -329,7 +329,7 @@ def test_a_packed_pass_is_packed(base: Base) -> None:
 
 def test_every_adapter_moves_and_nobody_else_s_does(bench: Bench, base: Base) -> None:
     """Fault 4 of the list: a step of A changes all of A's matrices and none of B's."""
-    engine = Engine(base, ReferenceBackend())
+    engine = make_engine(base, new_backend())
     a, b = engine.new_adapter("a", _spec()), engine.new_adapter("b", _spec(seed=1))
     before = {name: _flat(engine, name) for name in ("a", "b")}
     row = Row(*_row(20, seed=1))
@@ -359,7 +359,7 @@ def test_16_the_control_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
             jobs,
             model_dir=tiny_checkpoint,
             device=torch.device(DEVICE),
-            backend_factory=lambda: ReferenceBackend(exact=exact),
+            backend_factory=lambda: new_backend(exact=exact),
             directory=tmp_path / str(exact),
         )
 
@@ -379,7 +379,7 @@ def test_an_audit_that_never_packed_fails(tiny_checkpoint: Path, tmp_path: Path)
         [request(tmp_path, name, max_steps=2) for name in ("a", "bb")],
         model_dir=tiny_checkpoint,
         device=torch.device(DEVICE),
-        backend_factory=ReferenceBackend,
+        backend_factory=new_backend,
         directory=tmp_path,
     )
     assert report.identical
@@ -401,7 +401,7 @@ def test_case_6_lengths_3_and_60_in_one_pass_or_two(base: Base) -> None:
     short, long = Row(*_row(3, seed=1), sample=0), Row(*_row(60, seed=2), sample=1)
     found = []
     for batches in ([[short, long]], [[short], [long]]):
-        engine = Engine(base, ReferenceBackend())
+        engine = make_engine(base, new_backend())
         adapter = engine.new_adapter("a", _spec(lora_dropout=0.1))
         outcome = Rounds(engine, 16384).run([StepWork(adapter, 0, batches)])[0]
         labels = short.label_tokens + long.label_tokens
@@ -413,7 +413,7 @@ def test_case_6_lengths_3_and_60_in_one_pass_or_two(base: Base) -> None:
 
 def test_case_8_packed_sequences_do_not_see_each_other(base: Base) -> None:
     rows = [Row(np.arange(a, b, dtype=np.int32), np.arange(b - a) > 0) for a, b in ((3, 6), (6, 11))]
-    engine = Engine(base, ReferenceBackend())
+    engine = make_engine(base, new_backend())
     adapter = engine.new_adapter("a", _spec())
     (together,) = engine.evaluate([Part(adapter, rows)])
     apart = [loss for row in rows for loss in engine.evaluate([Part(adapter, [row])])[0]]
@@ -454,7 +454,7 @@ def _gradients(
     base: Base, adapters: Sequence[Sequence[Row]]
 ) -> tuple[list[list[torch.Tensor]], list[list[float]]]:
     """One fused pass; B is made non-zero so that A's gradients are too. Same adapter for same row set."""
-    engine = Engine(base, ReferenceBackend())
+    engine = make_engine(base, new_backend())
     parts = []
     for index, rows in enumerate(adapters):
         subject = rows[0].tokens.shape[0] == 23

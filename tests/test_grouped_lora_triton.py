@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gshare.kernels import grouped_lora_backward_triton as backward
+from gshare.kernels import grouped_lora_grads_triton as gradients
 from gshare.kernels import grouped_lora_triton as forward
 from gshare.kernels.lora_group import (
     lora_ds_group_reference,
@@ -185,7 +186,7 @@ def test_micro_batches_change_no_bits_of_the_gradients(dtype: torch.dtype) -> No
         for count in cuts:
             part = PassAdapter(first.sequences[at : at + count], first.scale, first.matrices)
             p.tables.refresh([part, second] if at == 0 else [part])
-            backward.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
+            gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
             at += count
         assert at == len(lengths)
         return own_bytes(p, {**out, "grads": grads}, 0)["grads"]
@@ -197,7 +198,7 @@ def test_micro_batches_change_no_bits_of_the_gradients(dtype: torch.dtype) -> No
     joined = ((first.sequences[0][0], first.sequences[-1][1]),)
     p.tables.refresh([PassAdapter(joined, first.scale, first.matrices)])
     grads = p.grads.clone()
-    backward.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
+    gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0)
     assert own_bytes(p, {**out, "grads": grads}, 0)["grads"] != whole
 
 
@@ -216,7 +217,7 @@ def test_fresh_gradients_have_the_bits_of_zeroed_ones(dtype: torch.dtype, dropou
         for count in cuts:
             part = PassAdapter(first.sequences[at : at + count], first.scale, first.matrices)
             p.tables.refresh([part, second] if at == 0 else [part], [fresh and at == 0])
-            backward.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0, p.mask)
+            gradients.lora_grads(p.x, p.dy, out["s"], out["ds"], grads, p.tables, 0, p.mask)
             at += count
         return [own_bytes(p, {**out, "grads": grads}, i)["grads"] for i in range(2)]
 

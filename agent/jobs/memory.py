@@ -16,13 +16,14 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec, BaseDtype, RunSpec
+from gshare.kernels.logit_chunks import most_rows
 
 Device = Literal["cpu", "cuda"]
 
 #: NF4 with double quantisation (QLoRA, arXiv:2305.14314, section 3): half a byte a weight; a byte for the
 #: absmax of each block of 64; 4 bytes for the scale of each 256 of those.
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
-#: Rows of logits that exist at once (kernels/cross_entropy.py), each as logits and as log-probabilities.
+#: Rows of logits that exist at once on the CPU (kernels/cross_entropy.py), each also as log-probabilities.
 LOGIT_ROWS = 256
 #: Arena slots are padded to 64 bytes a matrix: elements of fp32, and of 8-bit codes.
 _ALIGN, _CODES_ALIGN = 16, 64
@@ -155,14 +156,18 @@ def estimate_run(
     evaluation = pass_tokens * _layer_columns(shape, adapters, kept=False) * compute
     parts = (
         MemoryPart("base", _base_bytes(shape, base_dtype), f"{shape.parameters:,} weights, {base_dtype}"),
-        MemoryPart("unpacking", _scratch_bytes(shape, base_dtype, compute), "one dense weight, the largest"),
+        MemoryPart(
+            "unpacking",
+            _scratch_bytes(shape, base_dtype, compute),
+            "one dense group of weights, the largest",
+        ),
         MemoryPart(
             "adapters", sum(_adapter_bytes(shape, a, compute) for a in adapters), "fp32 A, B and gradients"
         ),
         MemoryPart("optimizer", sum(_optimizer_bytes(shape, a) for a in adapters), "Adam's moments"),
         MemoryPart("activations", training, f"one pass of {pass_tokens:,} tokens"),
         MemoryPart("attention", attention, f"scores of one row of {longest_row:,} tokens"),
-        MemoryPart("logits", 2 * LOGIT_ROWS * shape.vocab_size * 4, f"{LOGIT_ROWS} rows at a time"),
+        _logits(shape, device, compute, pass_tokens),
         MemoryPart("evaluation", max(0, evaluation - training), "beyond what a training pass takes"),
         MemoryPart(
             "snapshots",
@@ -200,7 +205,11 @@ def estimate_generation(
     attention = _SCORE_MATRICES * shape.num_heads * max(prompt_tokens**2, positions) * 4
     parts = (
         MemoryPart("base", _base_bytes(shape, base_dtype), f"{shape.parameters:,} weights, {base_dtype}"),
-        MemoryPart("unpacking", _scratch_bytes(shape, base_dtype, compute), "one dense weight, the largest"),
+        MemoryPart(
+            "unpacking",
+            _scratch_bytes(shape, base_dtype, compute),
+            "one dense group of weights, the largest",
+        ),
         MemoryPart("adapter", adapter_bytes, "A and B"),
         MemoryPart("cache", cache, f"keys and values of {positions:,} tokens"),
         MemoryPart(
@@ -212,6 +221,16 @@ def estimate_generation(
         MemoryPart("logits", 2 * shape.vocab_size * 4, "one row"),
     )
     return MemoryEstimate(parts, device)
+
+
+def _logits(shape: ModelShape, device: Device, compute: int, pass_tokens: int) -> MemoryPart:
+    """On a GPU one buffer in the compute dtype, its own gradient later; every token may have a label."""
+    if device == "cpu":
+        rows, nbytes = LOGIT_ROWS, 2 * LOGIT_ROWS * shape.vocab_size * 4
+    else:
+        rows = most_rows(pass_tokens, shape.vocab_size, compute)
+        nbytes = rows * shape.vocab_size * compute
+    return MemoryPart("logits", nbytes, f"{rows:,} rows at a time")
 
 
 def _base_bytes(shape: ModelShape, base_dtype: BaseDtype) -> int:
@@ -231,12 +250,16 @@ def _base_bytes(shape: ModelShape, base_dtype: BaseDtype) -> int:
     return linears + embeddings * (4 if base_dtype == "fp32" else 2) + 4 * norms
 
 
+#: Linears that are one product, as `kernels.layout.GROUPS` has them (torch is not imported here).
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
 def _scratch_bytes(shape: ModelShape, base_dtype: BaseDtype, compute: int) -> int:
     """The shared buffer that a weight stored otherwise than in the compute dtype is unpacked into."""
     largest = 0
     stored = {"fp32": 4, "bf16": 2}.get(base_dtype)
     if stored != compute:
-        largest = max(math.prod(shape.linear_shape(name)) for name in LINEARS)
+        largest = max(sum(math.prod(shape.linear_shape(name)) for name in members) for members in GROUPS)
     if (4 if base_dtype == "fp32" else 2) != compute:
         largest = max(largest, shape.vocab_size * shape.hidden_size)
     return largest * compute

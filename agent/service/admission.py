@@ -42,7 +42,8 @@ def admit(
 ) -> Admission:
     """Reserve what `request` asks for, waiting as long as it allows, and set this process's environment.
 
-    Inside `gpu run` its reservation is used, and no second one made. `on_place` hears of every change of place or reason, `say` only of what people should read.
+    Inside `gpu run` its reservation is used, and no second one made. `on_place` hears of every change of
+    place or reason, `say` only of what people should read.
     RetryLater (exit 75): not within the time; UsageError (2): can never fit, or MPS as asked for is
     refused; GshareError (1): the device or the ledger is in trouble. Nothing stays reserved then. What
     `on_look` raises passes through.

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from gshare.agent.base.weights import Base
-from gshare.agent.jobs.spec import LINEARS, AdapterSpec
+from gshare.agent.jobs.spec import LINEARS
+from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
 from gshare.agent.train.device_optimizer import DeviceOptimizer
 from gshare.agent.train.device_pass import PassBuffers, PassRows, PassShape, matrix_table
-from gshare.agent.train.engine import Engine, Part
+from gshare.agent.train.engine import Engine, Part, Verdict
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
@@ -61,11 +62,10 @@ class Prepared:
     parts: Sequence[Part]
     training: bool
     counts: list[int]
-    specs: list[AdapterSpec]
     key: tuple[PassShape, bool]
     entry: _Entry
     version: int
-    generation: int
+    basis: tuple[object, ...]
 
 
 @dataclass
@@ -97,6 +97,23 @@ class DeviceEngine(Engine):
         self.replays = 0
         self._parameters = base.config.parameter_count()
 
+    # ------------------------------------------------------------------ rounds
+
+    def begin_round(self, adapters: Sequence[Adapter]) -> None:
+        self.optimizer.begin(adapters)
+
+    def finish_round(
+        self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
+    ) -> list[Verdict]:
+        """Launches the updates and waits for what became of them; without `rates` nothing is updated."""
+        if rates is None:
+            return [Verdict(norm) for norm in self.optimizer.norms(adapters).tolist()]
+        verdicts = self.optimizer.step(adapters, steps, rates).wait()
+        return [
+            Verdict(norm, committed=True, finite=not overflow)
+            for norm, overflow in zip(verdicts.norms.tolist(), verdicts.overflow.tolist(), strict=True)
+        ]
+
     # ------------------------------------------------------------------ passes
 
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
@@ -105,14 +122,13 @@ class DeviceEngine(Engine):
     def prepare(self, parts: Sequence[Part], *, training: bool = True) -> Prepared:
         """Lay a pass out while the device is busy with another; `queue` starts it."""
         rows = PassRows.of(parts)
-        key = (PassShape.of(parts, rows, training=training), training)
+        key = (PassShape.of(parts, rows, training=training, checkpointing=self.checkpointing), training)
         entry = self._entry(key)
         while self._positions < np.diff(rows.starts).max():
             self._positions *= 2
         entry.buffers.lay_out(parts, rows, [self._table(part) for part in parts], training=training)
         entry.version += 1
-        specs = [part.adapter.spec for part in parts]
-        return Prepared(parts, training, rows.counts, specs, key, entry, entry.version, self.arena.generation)
+        return Prepared(parts, training, rows.counts, key, entry, entry.version, self._basis(parts))
 
     @torch.no_grad()
     def queue(self, work: Prepared | Sequence[Part]) -> Pending:
@@ -156,13 +172,15 @@ class DeviceEngine(Engine):
 
     def _is_stale(self, prepared: Prepared) -> bool:
         """Whether what was laid out is gone, or is no longer what it would be."""
-        specs = [part.adapter.spec for part in prepared.parts]
         return (
             prepared.version != prepared.entry.version
-            or prepared.generation != self.arena.generation
             or self._entries.get(prepared.key) is not prepared.entry
-            or any(now is not then for now, then in zip(specs, prepared.specs, strict=True))
+            or prepared.basis != self._basis(prepared.parts)
         )
+
+    def _basis(self, parts: Sequence[Part]) -> tuple[object, ...]:
+        """What a layout depends on besides the rows."""
+        return (self.arena.generation, self.checkpointing, *(part.adapter.spec for part in parts))
 
     def _entry(self, key: tuple[PassShape, bool]) -> _Entry:
         entry = self._entries.get(key)

@@ -80,7 +80,9 @@ class PassShape:
     dropout: bool
 
     @classmethod
-    def of(cls, parts: Sequence[Part], rows: PassRows, *, training: bool) -> PassShape:
+    def of(
+        cls, parts: Sequence[Part], rows: PassRows, *, training: bool, checkpointing: bool = False
+    ) -> PassShape:
         specs = [part.adapter.spec for part in parts]
         targets = {linear for spec in specs for linear in spec.targets}
         rank = max(spec.r for spec in specs)
@@ -92,7 +94,7 @@ class PassShape:
             rank=next(known for known in _RANKS if known >= rank),
             groups=frozenset(name for name, members in GROUPS.items() if targets & set(members)),
             lowest=min(part.adapter.lowest_layer for part in parts),
-            checkpoint=training and any(spec.gradient_checkpointing for spec in specs),
+            checkpoint=training and (checkpointing or any(spec.gradient_checkpointing for spec in specs)),
             dropout=training and any(spec.lora_dropout > 0 for spec in specs),
         )
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -55,6 +56,33 @@ class Part:
     def scale(self) -> float:
         """s / p of the adapter: its LoRA scaling over the keep probability (training only)."""
         return self.adapter.spec.scaling * keep_scale(self.adapter.spec.lora_dropout)
+
+
+class Losses(Protocol):
+    """A pass under way."""
+
+    def losses(self) -> list[list[float]]:
+        """Each part's token losses; waits for the pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done:
+    """A pass that is over."""
+
+    values: list[list[float]]
+
+    def losses(self) -> list[list[float]]:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round made of one adapter. `committed`: its update is made, if loss and norm were finite."""
+
+    norm: float
+    committed: bool = False
+    finite: bool = True  # the weights after it
 
 
 class _Mask(KeepMask):
@@ -128,12 +156,33 @@ class Engine:
         self.decoder = Decoder(base, backend)
         self.arena = Arena(base.device, base.compute_dtype)
         self.before_pass: Callable[[Sequence[Part]], None] = lambda parts: None
+        #: Recompute activations in every pass, not only where an adapter asks for it; never changes bits.
+        self.checkpointing = False
         self.passes = 0
         self.most_adapters = 0
 
     def new_adapter(self, name: str, spec: AdapterSpec) -> Adapter:
         """An adapter with its initial weights, in a slot of the arena."""
         return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config))
+
+    def begin_round(self, adapters: Sequence[Adapter]) -> None:
+        """Gradients of the round's adapters to zero; passes add to them."""
+        for adapter in adapters:
+            self.arena.zero_grads(adapter.name)
+
+    def queue(self, work: Sequence[Part]) -> Losses:
+        """Start a pass that trains; its losses are asked for when every pass of the round is under way."""
+        return Done(self.forward_backward(work))
+
+    def finish_round(
+        self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
+    ) -> list[Verdict]:
+        """Gradient norms, and each adapter's update for its 1-based step where the engine makes it itself.
+
+        This one leaves it to `Adapter.update`.
+        """
+        del steps, rates
+        return [Verdict(adapter.gradient_norm()) for adapter in adapters]
 
     @torch.no_grad()
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
@@ -145,7 +194,7 @@ class Engine:
         layout, tokens = self._pack(parts)
         lora = PassLora(parts, layout, training=True)
         lowest = min(part.adapter.lowest_layer for part in parts)
-        checkpoint = any(part.adapter.spec.gradient_checkpointing for part in parts)
+        checkpoint = self.checkpointing or any(p.adapter.spec.gradient_checkpointing for p in parts)
         x, kept = self.decoder.forward(tokens, layout, lora, keep_from=lowest, checkpoint=checkpoint)
         rows, targets, counts = self._targets(parts, layout)
         scale = np.concatenate(

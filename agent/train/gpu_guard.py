@@ -140,6 +140,10 @@ class NoGuard:
         """Whose limit an out-of-memory error is, and what to do; empty when it is nobody's."""
         return ""
 
+    def budget_mb(self) -> int | None:
+        """What is reserved, context included; None without a reservation."""
+        return None
+
     def summary(self) -> str:
         """What the run took, to choose the next one's `--vram` by."""
         return ""
@@ -195,6 +199,9 @@ class GpuGuard(NoGuard):
         return (
             f"reservation {row.id} is {row.budget_mb} MiB on {row.device.uuid}: raise it with {row.raised_by}"
         )
+
+    def budget_mb(self) -> int | None:
+        return self._reservation.budget_mb
 
     def summary(self) -> str:
         row, peak = self._reservation, self._memory.peak_mb()

@@ -19,6 +19,7 @@ from gshare.agent.data.split import split_rows
 from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.events import JobStateName, LastLosses
+from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Row
@@ -114,6 +115,16 @@ class Job:
         if self._next is None or self._next.step != self.step:
             self._next = StepWork(self.adapter, self.step, self.data.micro_batches(self.step))
         return self._next
+
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return learning_rate_at(
+            self.step,
+            total_steps=self.total_steps,
+            base=self.spec.learning_rate,
+            kind=self.spec.lr_scheduler_type,
+            warmup_ratio=self.spec.warmup_ratio,
+        )
 
     def due(self, every: int) -> bool:
         """Whether something done every `every` steps (0: only at the end) is due after this step."""

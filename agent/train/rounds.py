@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.checkpointing import CUT_FIRST
 from gshare.agent.train.engine import Engine, Part, Row, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
 
@@ -49,6 +50,8 @@ class StepOutcome:
     grad_norm: float = float("nan")
     adapters_in_pass: int = 1
     error: Exception | None = None
+    committed: bool = False  # the engine has made the update, if loss and norm are finite
+    weights_finite: bool = True  # after an update that the engine made
 
 
 def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
@@ -93,44 +96,53 @@ class Rounds:
         self.max_tokens = max_tokens
         self.more_memory = more_memory
 
-    def run(self, work: Sequence[StepWork]) -> list[StepOutcome]:
+    def run(self, work: Sequence[StepWork], rates: Sequence[float] | None = None) -> list[StepOutcome]:
         """Losses and gradient norms of every adapter's step; the caller commits each with `update`.
+
+        `rates` are the steps' learning rates: with them an engine may make the updates on the device.
 
         An exception that is not an OOM is retried one adapter at a time, so that it ends only the one
         that causes it.
         """
         try:
-            return self._run_fused(work)
+            return self._run_fused(work, rates)
         except Exception as error:
             if len(work) == 1:
                 return [StepOutcome(work[0], error=error)]
             log.warning("round of %d adapters failed (%s); running each alone", len(work), error)
         outcomes = []
-        for one in work:
+        for index, one in enumerate(work):
             try:
-                outcomes += self._run_fused([one])
+                outcomes += self._run_fused([one], None if rates is None else [rates[index]])
             except Exception as error:
                 outcomes.append(StepOutcome(one, error=error))
         return outcomes
 
-    def _run_fused(self, work: Sequence[StepWork]) -> list[StepOutcome]:
+    def _run_fused(self, work: Sequence[StepWork], rates: Sequence[float] | None) -> list[StepOutcome]:
         while True:
             passes = split_passes(work, self.max_tokens)
             try:
-                return self._attempt(work, passes)
+                return self._attempt(work, passes, rates)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 largest = max(sum(part.tokens for part in one) for one in passes)
-                if all(sum(len(part.rows) for part in one) == 1 for one in passes):
+                single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
+                if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
+                    self.engine.checkpointing = True
+                    log.warning("out of memory at %d tokens a pass; recomputing activations", largest)
+                elif single:
                     if self.more_memory():
                         continue
                     raise OutOfMemory(
-                        f"out of memory with one row of {largest} tokens in the pass; "
-                        "lower max_length or use gradient_checkpointing = true"
+                        f"out of memory with one row of {largest} tokens in the pass and activations "
+                        "recomputed; lower max_length"
                     ) from error
-                self.max_tokens = max(largest // 2, 1)
-                log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)
+                else:
+                    self.max_tokens = max(largest // 2, 1)
+                    log.warning(
+                        "out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens
+                    )
             self._empty_cache()
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> bool:
@@ -140,6 +152,8 @@ class Rounds:
         again: once after emptying the allocator's cache, then for as long as more memory can be had. After
         that OutOfMemory, which is this adapter's alone: the others have steps of their own.
         """
+        if outcome.committed:
+            return outcome.weights_finite
         adapter, step = outcome.work.adapter, outcome.work.step + 1
         self._until_it_fits(
             lambda: adapter.update(step=step, learning_rate=learning_rate, norm=outcome.grad_norm)
@@ -166,19 +180,24 @@ class Rounds:
         if self.engine.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _attempt(self, work: Sequence[StepWork], passes: list[list[Part]]) -> list[StepOutcome]:
-        outcomes = {w.adapter.name: StepOutcome(w) for w in work}
-        for w in work:
-            self.engine.arena.zero_grads(w.adapter.name)
-        for parts in passes:
-            for part, losses in zip(parts, self.engine.forward_backward(parts), strict=True):
+    def _attempt(
+        self, work: Sequence[StepWork], passes: list[list[Part]], rates: Sequence[float] | None
+    ) -> list[StepOutcome]:
+        engine, outcomes = self.engine, {w.adapter.name: StepOutcome(w) for w in work}
+        adapters = [w.adapter for w in work]
+        engine.begin_round(adapters)
+        under_way = [(parts, engine.queue(parts)) for parts in passes]
+        verdicts = engine.finish_round(adapters, [w.step + 1 for w in work], rates)
+        for parts, running in under_way:
+            for part, losses in zip(parts, running.losses(), strict=True):
                 outcome = outcomes[part.adapter.name]
                 outcome.losses += losses
                 outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
-        for w in work:
+        for w, verdict in zip(work, verdicts, strict=True):
             outcome = outcomes[w.adapter.name]
             outcome.loss = mean_loss(outcome.losses, w.label_tokens)
-            outcome.grad_norm = w.adapter.gradient_norm()
+            outcome.grad_norm, outcome.committed = verdict.norm, verdict.committed
+            outcome.weights_finite = verdict.finite
         return list(outcomes.values())
 
     def evaluate(self, work: Sequence[tuple[Adapter, Sequence[Row]]]) -> list[float]:

@@ -29,7 +29,6 @@ from gshare.agent.jobs.events import (
     Stepped,
     TrainerMessage,
 )
-from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.schedules import JobView, make_schedule
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.trace import DISABLED, STEP_SPAN, Tracer
@@ -41,7 +40,8 @@ from gshare.agent.train.checkpoint import (
     truncate_metrics,
 )
 from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
-from gshare.agent.train.engine import Engine
+from gshare.agent.train.checkpointing import does_not_fit
+from gshare.agent.train.engines import make_engine
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes, numerics_fingerprint
 from gshare.agent.train.gpu_guard import NoGuard, make_guard
@@ -91,7 +91,7 @@ class Runner:
             backend = backend or pick_backend(where)
             base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
         self.model_dir = model_dir
-        self.engine = Engine(base, backend)
+        self.engine = make_engine(base, backend)
         self.rounds = Rounds(self.engine, max_tokens_per_pass, self._guard.more_memory)
         self.fingerprint = numerics_fingerprint(base, backend)
         self._schedule = make_schedule(schedule)
@@ -149,12 +149,26 @@ class Runner:
         finally:
             self._on_pass([])
         self._jobs[name] = job
+        self._choose_checkpointing()
         if resumed:
             self._change(job, "running", f"resumed at step {job.step}", job.last_losses())
         else:
             self._change(job, "running", "")
         if job.step >= job.total_steps:
             self._finish(job)
+
+    def _choose_checkpointing(self) -> None:
+        """Recompute activations from the start where the estimate says that they do not fit otherwise."""
+        specs = [job.spec for job in self._jobs.values() if job.state not in ENDED]
+        if not self.engine.checkpointing and does_not_fit(
+            self.engine.base,
+            specs,
+            max_tokens=self.rounds.max_tokens,
+            max_adapters=self._max_adapters,
+            budget_mb=self._guard.budget_mb(),
+        ):
+            self.engine.checkpointing = True
+            self._say("info", "activations are recomputed: kept, they would not fit into the reservation")
 
     def stop(self, job: str, reason: str) -> None:
         """Checkpoint and end as `stopped`; GshareError for a job that is not here."""
@@ -218,7 +232,9 @@ class Runner:
         self._on_pass([(job.name, job.step) for job in jobs])
         limit, started = self.rounds.max_tokens, time.monotonic()
         with self._tracer.span(STEP_SPAN, adapters=len(jobs)):
-            outcomes = self.rounds.run([job.next_work() for job in jobs])
+            outcomes = self.rounds.run(
+                [job.next_work() for job in jobs], [job.learning_rate() for job in jobs]
+            )
             if self.rounds.max_tokens < limit:
                 self._say("warning", f"out of memory: going on with {self.rounds.max_tokens} tokens a pass")
             seconds = time.monotonic() - started
@@ -240,13 +256,7 @@ class Runner:
         if outcome.error is not None:
             self._fail(job, outcome.error)
             return
-        learning_rate = learning_rate_at(
-            job.step,
-            total_steps=job.total_steps,
-            base=job.spec.learning_rate,
-            kind=job.spec.lr_scheduler_type,
-            warmup_ratio=job.spec.warmup_ratio,
-        )
+        learning_rate = job.learning_rate()
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)
         if finite:
             try:

@@ -20,6 +20,7 @@ def cases() -> list[Case]:
     """Every kernel in bf16 and fp32: an 8B's qkv at ranks up to 16 and up to 256, with and without masks,
     split over programs or not, and a group of one linear whose width no tile divides."""
     from gshare.kernels import grouped_lora_backward_triton as backward
+    from gshare.kernels import grouped_lora_grads_triton as gradients
     from gshare.kernels import grouped_lora_triton as forward
     from gshare.kernels.lora_tables import BLOCK_T, column_width
 
@@ -64,8 +65,8 @@ def cases() -> list[Case]:
                 grads = {"A_TILES": -(-columns // block_c), "B_TILES": -(-max_rank // rank_c)}
                 grads |= {"A_COLUMNS": block_c, "B_COLUMNS": rank_c, "BLOCK_F": block_f}
                 grads |= {"K": k, "HAS_MASK": masked}
-                loads = backward.grad_stages((block_f + max(block_c, rank_c)) * BLOCK_T * size, masked)
+                loads = gradients.grad_stages((block_f + max(block_c, rank_c)) * BLOCK_T * size, masked)
                 found.append(
-                    _case(backward._grads_kernel, types, {**common, **sizes, **grads}, forward.WARPS, loads)
+                    _case(gradients._grads_kernel, types, {**common, **sizes, **grads}, forward.WARPS, loads)
                 )
     return found

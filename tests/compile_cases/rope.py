@@ -8,11 +8,16 @@ from typing import Any
 SHAPES = ((9, 3, 64, False), (32, 8, 128, False), (32, 8, 128, True), (16, 8, 256, True), (32, 32, 80, False))
 
 
-def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """(kernel, signature, constexprs, num_warps, num_stages) for the compile test."""
+def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, Any]]]:
+    """(kernel, signature, constexprs, num_warps, num_stages, what its PTX must hold) for the compile test."""
     from gshare.kernels.rope_triton import WARPS, rope_qk_backward_kernel, rope_qk_kernel, rope_tile
 
-    found: list[tuple[Any, dict[str, str], dict[str, Any], int, int]] = []
+    found: list[tuple[Any, dict[str, str], dict[str, Any], int, int, dict[str, Any]]] = []
+    exact = {
+        "options": {"enable_fp_fusion": False},
+        "forbid": ["fma.rn.f32"],
+        "require": ["ld.global.v4.b32"],
+    }
     for dtype in ("*bf16", "*fp32"):
         for heads, kv_heads, dim, norm in SHAPES:
             tile = rope_tile(dim, heads + kv_heads)
@@ -25,9 +30,7 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
                 (rope_qk_kernel, "qkv", "rstd_out", {"eps": "fp32"}),
                 (rope_qk_backward_kernel, "dqkv", "rstd_in", {}),
             ):
-                signature = {x: dtype, **tables, **weights, **more}
-                if norm:
-                    found.append((kernel, signature | {rstd: "*fp32"}, shape, WARPS, 3))
-                else:
-                    found.append((kernel, signature, shape | {rstd: None}, WARPS, 3))
+                arguments = {x: dtype, **tables, **weights, **more} | ({rstd: "*fp32"} if norm else {})
+                constants = shape if norm else shape | {rstd: None}
+                found.append((kernel, arguments, constants, WARPS, 3, exact))
     return found

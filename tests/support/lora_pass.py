@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx, lora_grads
+from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
+from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.lora_tables import GroupShape, LoraWorkspace, PassAdapter, PassTables, column_width
 

@@ -17,8 +17,7 @@ from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.train.audit import Trace, run_jobs
 from gshare.agent.train.runner import Runner
-from gshare.kernels.backend import Backend
-from gshare.kernels.reference_backend import ReferenceBackend
+from gshare.kernels.backend import Backend, pick_backend
 
 VOCABULARY = 90
 #: Where the toy runs: the suite on "cpu"; a person with a GPU sets GSHARE_TEST_DEVICE=cuda.
@@ -109,6 +108,11 @@ def request(
     )
 
 
+def new_backend(*, exact: bool = True) -> Backend:
+    """The backend of the toy's device."""
+    return pick_backend(torch.device(DEVICE), exact=exact)
+
+
 def tiny_base(checkpoint: Path, base_dtype: str = BASE_DTYPE) -> Base:
     return load_base(checkpoint, base_dtype=base_dtype, device=torch.device(DEVICE))
 
@@ -130,7 +134,7 @@ def train(
         requests,
         model_dir=checkpoint,
         base=base,
-        backend=backend or ReferenceBackend(),
+        backend=backend or new_backend(),
         directory=directory,
         joins=joins,
         on_event=on_event,
@@ -157,7 +161,7 @@ def make_runner(
         device=str(base.device),
         on_event=on_event,
         on_pass=lambda in_flight: None,
-        backend=backend or ReferenceBackend(),
+        backend=backend or new_backend(),
         base=base,
     )
 
