@@ -145,6 +145,14 @@ def make_base(model: str, base_dtype: str, device: torch.device) -> Base:
     return load_base(Path(model), base_dtype=base_dtype, device=device)
 
 
+def _draw() -> np.ndarray:
+    values = np.exp(np.random.default_rng(0).normal(np.log(170.0), 0.55, size=(64, 64)))
+    return np.clip(np.rint(values), 64, 512).astype(int)
+
+
+_LENGTHS = _draw()
+
+
 @dataclass(frozen=True)
 class Workload:
     """W16 and its smaller and larger kin: N adapters, batch 1, loss on all tokens."""
@@ -159,9 +167,7 @@ class Workload:
 
         Drawn for 64 adapters, so that every N trains the same jobs.
         """
-        draw = np.random.default_rng(0)
-        values = np.exp(draw.normal(np.log(170.0), 0.55, size=(64, 64)))
-        return np.clip(np.rint(values), 64, 512).astype(int)[: self.steps, : self.adapters]
+        return _LENGTHS[: self.steps, : self.adapters]
 
     def rows(self, step: int, adapter: int) -> list[Row]:
         length = int(self.lengths()[step, adapter])

@@ -89,15 +89,24 @@ def gradients(engine: Engine, adapter: Adapter) -> torch.Tensor:
     return engine.arena.flat("grads", adapter.name).clone().cpu()
 
 
-def run(base: Base, names: Sequence[str]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+#: Losses of each part, gradients of each adapter.
+Outcome = tuple[list[list[float]], dict[str, torch.Tensor]]
+
+
+def run(base: Base, names: Sequence[str]) -> Outcome:
     engine = DeviceEngine(base, TritonBackend())
     parts = [part(engine, name) for name in names]
     losses = engine.forward_backward(parts)
     return losses, {p.adapter.name: gradients(engine, p.adapter) for p in parts}
 
 
-def test_losses_and_gradients_are_the_reference_engine_s(base: Base) -> None:
-    losses, grads = run(base, list(JOBS))
+@pytest.fixture(scope="module")
+def packed(base: Base) -> Outcome:
+    return run(base, list(JOBS))
+
+
+def test_losses_and_gradients_are_the_reference_engine_s(base: Base, packed: Outcome) -> None:
+    losses, grads = packed
     reference = Engine(base, ReferenceBackend())
     parts = [part(reference, name) for name in JOBS]
     for ours, theirs in zip(losses, reference.forward_backward(parts), strict=True):
@@ -108,8 +117,8 @@ def test_losses_and_gradients_are_the_reference_engine_s(base: Base) -> None:
         assert (grads[p.adapter.name] - expected).norm() <= 1e-4 * expected.norm()
 
 
-def test_alone_and_packed_have_the_same_bits(base: Base) -> None:
-    losses, grads = run(base, list(JOBS))
+def test_alone_and_packed_have_the_same_bits(base: Base, packed: Outcome) -> None:
+    losses, grads = packed
     for index, name in enumerate(JOBS):
         alone_losses, alone = run(base, [name])
         assert alone_losses[0] == losses[index]
@@ -140,7 +149,7 @@ def test_micro_batches_start_fresh_and_add_up(base: Base) -> None:
     """4 = 2 + 2 with no gradient zeroed between rounds: what an earlier round left (here NaN) is not read."""
     engine = DeviceEngine(base, TritonBackend())
     few = spec("a", target_modules=("v_proj", "up_proj"), layers_to_transform=(1,))
-    adapter = engine.new_adapter("a", few)
+    adapter = new_adapter(engine, few)
     rows = [row(length, length) for length in (5, 12, 3, 9)]
     whole = Part(adapter, rows, 0, sum(r.label_tokens for r in rows))
 
@@ -250,6 +259,10 @@ def test_a_prepared_pass_that_is_no_longer_right_is_laid_out_again(
     prepared = engine.prepare([first])
     engine.arena.free("other")
     assert engine._is_stale(prepared), "slots may have moved"
+    prepared = engine.prepare([first])
+    monkeypatch.setattr(engine, "checkpointing", True)
+    assert engine._is_stale(prepared), "it would be another shape"
+    monkeypatch.setattr(engine, "checkpointing", False)
     monkeypatch.setattr(first.adapter, "spec", spec("a", lora_alpha=99.0))
     prepared, first.adapter.spec = engine.prepare([first]), spec("a")
     engine.queue(prepared)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from gshare.agent.base.weights import Base
-from gshare.agent.jobs.spec import LINEARS, AdapterSpec
+from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
 from gshare.agent.train.device_optimizer import DeviceOptimizer
@@ -62,11 +62,10 @@ class Prepared:
     parts: Sequence[Part]
     training: bool
     counts: list[int]
-    specs: list[AdapterSpec]
     key: tuple[PassShape, bool]
     entry: _Entry
     version: int
-    generation: int
+    basis: tuple[object, ...]
 
 
 @dataclass
@@ -129,8 +128,7 @@ class DeviceEngine(Engine):
             self._positions *= 2
         entry.buffers.lay_out(parts, rows, [self._table(part) for part in parts], training=training)
         entry.version += 1
-        specs = [part.adapter.spec for part in parts]
-        return Prepared(parts, training, rows.counts, specs, key, entry, entry.version, self.arena.generation)
+        return Prepared(parts, training, rows.counts, key, entry, entry.version, self._basis(parts))
 
     @torch.no_grad()
     def queue(self, work: Prepared | Sequence[Part]) -> Pending:
@@ -174,13 +172,15 @@ class DeviceEngine(Engine):
 
     def _is_stale(self, prepared: Prepared) -> bool:
         """Whether what was laid out is gone, or is no longer what it would be."""
-        specs = [part.adapter.spec for part in prepared.parts]
         return (
             prepared.version != prepared.entry.version
-            or prepared.generation != self.arena.generation
             or self._entries.get(prepared.key) is not prepared.entry
-            or any(now is not then for now, then in zip(specs, prepared.specs, strict=True))
+            or prepared.basis != self._basis(prepared.parts)
         )
+
+    def _basis(self, parts: Sequence[Part]) -> tuple[object, ...]:
+        """What a layout depends on besides the rows."""
+        return (self.arena.generation, self.checkpointing, *(part.adapter.spec for part in parts))
 
     def _entry(self, key: tuple[PassShape, bool]) -> _Entry:
         entry = self._entries.get(key)
