@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from gshare.kernels.attention_backward_triton import attention_backward
 from gshare.kernels.attention_triton import attention_forward
+from gshare.kernels.bias_triton import add_bias_
 from gshare.kernels.cross_entropy_triton import linear_cross_entropy
 from gshare.kernels.gemm_cuda import CudaGemm
 from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
@@ -93,7 +94,7 @@ class TritonBackend:
     def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.calls["linear"] += 1
         y = self.gemm.linear(x, w)
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else add_bias_(y, bias)
 
     def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         self.calls["linear_dx"] += 1
