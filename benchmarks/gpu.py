@@ -39,7 +39,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_lora
 import gpu_peft
-from gpu_arms import Measured, UngroupedBackend, UngroupedEngine, gemm_floor, packed, solo
+from gpu_arms import (
+    Trainer,
+    UngroupedBackend,
+    UngroupedEngine,
+    differing,
+    gemm_floor,
+    outcomes,
+    outcomes_alone,
+    remember_initial_weights,
+)
 from gpu_workload import Workload, make_base, shape_config
 from gshare.agent.base.weights import Base
 from gshare.agent.train.device_engine import DeviceEngine
@@ -93,14 +102,16 @@ def run_cell(cell: Cell, base: Base) -> dict[str, Any]:
     vocabulary = base.config.vocab_size
     load = Workload(cell.adapters, cell.steps, vocabulary)
     short = Workload(cell.adapters, cell.gate, vocabulary)
-    tokens = load.mean_tokens(1)
+    everyone = range(cell.adapters)
+    tokens = load.mean_tokens(0)
     floor = tokens / gemm_floor(base, tokens)
 
     engine = DeviceEngine(base, TritonBackend())
-    cold = packed(engine, load, 0)
+    trainer = Trainer(engine, load, everyone)
+    cold = trainer.run()
     for _ in range(cell.rehearsals - 1):
-        packed(engine, load, 0)
-    main = packed(engine, load, 1)
+        trainer.run()
+    main = trainer.run()
     report: dict[str, Any] = {
         "tokens_per_step": tokens,
         "floor": floor,
@@ -108,33 +119,32 @@ def run_cell(cell: Cell, base: Base) -> dict[str, Any]:
         "packed_step_ms": [round(s * 1000, 2) for s in main.step_seconds],
         "cold": cold.rate,
         "peak_mb": main.peak_mb,
-        "no_overlap": packed(engine, load, 1, overlap=False).rate,
+        "no_overlap": trainer.run(overlap=False).rate,
     }
-    alone = solo(engine, short, 1)
-    report["solo"] = alone.rate if cell.adapters == 1 else steady_solo(engine, load)
-    report["differing"] = {"packed": compare(alone, packed(engine, short, 1))}
+    trainer.close()
+    alone = outcomes_alone(engine, short)
+    report["solo"] = steady_solo(engine, load) if cell.adapters > 1 else main.rate
+    report["differing"] = {"packed": differing(alone, outcomes(engine, short, everyone))}
     report["replays"] = engine.replays
     backend = engine.backend
     assert isinstance(backend, TritonBackend)
     report["plans"] = sorted({*backend.gemm.plans().values()})
     captured = engine.replays > 0
-    del engine
+    del engine, trainer
     release()
 
     if captured:
         eager = DeviceEngine(base, TritonBackend())
         eager.graphs = False
-        packed(eager, load, 0)
-        report["no_graphs"] = packed(eager, load, 1).rate
-        report["differing"]["no graphs"] = compare(alone, packed(eager, short, 1))
+        report["no_graphs"] = steady(eager, load)
+        report["differing"]["no graphs"] = differing(alone, outcomes(eager, short, everyone))
         del eager
         release()
     if cell.adapters == 16:
         one_by_one = UngroupedEngine(base, UngroupedBackend())
-        for _ in range(cell.rehearsals):
-            packed(one_by_one, load, 0)
-        report["ungrouped"] = packed(one_by_one, load, 1).rate
-        report["differing"]["ungrouped"] = compare(alone, packed(one_by_one, short, 1))
+        few = Workload(cell.adapters, 6, vocabulary)
+        report["ungrouped"] = steady(one_by_one, few, cell.rehearsals)
+        report["differing"]["ungrouped"] = differing(alone, outcomes(one_by_one, short, everyone))
         del one_by_one
         release()
     report["of_floor"] = report["packed"] / floor
@@ -142,21 +152,28 @@ def run_cell(cell: Cell, base: Base) -> dict[str, Any]:
     return report
 
 
+def steady(engine: DeviceEngine, load: Workload, rehearsals: int = 1) -> float:
+    """Tokens per second of the workload after it was run `rehearsals` times."""
+    trainer = Trainer(engine, load, range(load.adapters))
+    try:
+        for _ in range(rehearsals):
+            trainer.run()
+        return trainer.run().rate
+    finally:
+        trainer.close()
+
+
 def steady_solo(engine: DeviceEngine, load: Workload) -> float:
     """Tokens per second of the first two jobs one after another, their shapes met before."""
-    two = Workload(2, load.steps, load.vocabulary)
-    for _ in range(2):
-        solo(engine, two, 0)
-    return solo(engine, two, 1).rate
-
-
-def compare(alone: Measured, other: Measured) -> list[str]:
-    """Names of the adapters whose losses or bytes differ."""
-    return [
-        name
-        for name in alone.hashes
-        if alone.hashes[name] != other.hashes[name] or alone.losses[name] != other.losses[name]
-    ]
+    tokens = seconds = 0.0
+    for number in (0, 1):
+        trainer = Trainer(engine, load, [number])
+        for _ in range(2):
+            trainer.run()
+        one = trainer.run()
+        trainer.close()
+        tokens, seconds = tokens + one.tokens, seconds + one.seconds
+    return tokens / seconds
 
 
 def release() -> None:
@@ -183,6 +200,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown cells {sorted(unknown)}; known: {', '.join(ALL)}")
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    remember_initial_weights()
     base: tuple[tuple[str, str], Base] | None = None
     device = torch.device("cuda")
     for name in given.cells:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from gpu_workload import Workload
 from gshare.agent.base.weights import Base
+from gshare.agent.train import adapter as module
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine, Pending, Prepared
 from gshare.agent.train.device_optimizer import Verdicts
@@ -27,9 +28,7 @@ class Measured:
 
     tokens: int = 0
     seconds: float = 0.0
-    cold_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    hashes: dict[str, str] = field(default_factory=dict)
     losses: dict[str, list[list[float]]] = field(default_factory=dict)
     peak_mb: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
@@ -102,10 +101,14 @@ def graph_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 class Trainer:
-    """Drives an engine as the runner does: begin, queue, step, and the outcome while the next is prepared."""
+    """Drives an engine as the runner does: begin, queue, step, and the outcome while the next is prepared.
+
+    The adapters stay from run to run, so that a timed run meets shapes that earlier runs have met.
+    """
 
     def __init__(self, engine: DeviceEngine, load: Workload, numbers: Sequence[int]) -> None:
         self.engine, self.load, self.numbers = engine, load, numbers
+        self.done = 0  # optimizer steps
         specs = load.specs()
         self.adapters: list[Adapter] = [engine.new_adapter(specs[n].name, specs[n]) for n in numbers]
 
@@ -116,84 +119,92 @@ class Trainer:
             found.append(Part(adapter, rows, step, sum(row.label_tokens for row in rows)))
         return found
 
-    def step(self, step: int, work: Prepared | Sequence[Part]) -> tuple[Pending, Verdicts]:
+    def step(self, work: Prepared | Sequence[Part]) -> tuple[Pending, Verdicts]:
         optimizer = self.engine.optimizer
         optimizer.begin(self.adapters)
         pending = self.engine.queue(work)
+        self.done += 1
         rates = [adapter.spec.learning_rate for adapter in self.adapters]
-        return pending, optimizer.step(self.adapters, [step + 1] * len(rates), rates)
+        return pending, optimizer.step(self.adapters, [self.done] * len(rates), rates)
 
-    def run(self, warm: int, *, overlap: bool = True) -> Measured:
-        """All steps; those from `warm` on are timed together."""
+    def run(self, *, steps: int | None = None, overlap: bool = True) -> Measured:
+        """All steps of the workload (or the first `steps`), timed together."""
+        count = steps if steps is not None else self.load.steps
         result = Measured(losses={adapter.name: [] for adapter in self.adapters})
         torch.cuda.reset_peak_memory_stats()
         following = self.engine.prepare(self.parts(0))
+        torch.cuda.synchronize()
         started = time.perf_counter()
-        for step in range(self.load.steps):
-            if step == warm:
-                torch.cuda.synchronize()
-                result.cold_seconds = time.perf_counter() - started
-                started = time.perf_counter()
+        for step in range(count):
             prepared = following
             begun = time.perf_counter()
-            pending, verdicts = self.step(step, prepared)
-            if overlap and step + 1 < self.load.steps:
+            pending, verdicts = self.step(prepared)
+            if overlap and step + 1 < count:
                 following = self.engine.prepare(self.parts(step + 1))
             losses = pending.losses()
             verdicts.wait()
-            if not overlap and step + 1 < self.load.steps:
+            if not overlap and step + 1 < count:
                 following = self.engine.prepare(self.parts(step + 1))
             for adapter, values in zip(self.adapters, losses, strict=True):
                 result.losses[adapter.name].append(values)
-            if step >= warm:
-                result.tokens += sum(part.tokens for part in prepared.parts)
-                result.step_seconds.append(time.perf_counter() - begun)
+            result.tokens += sum(part.tokens for part in prepared.parts)
+            result.step_seconds.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
         result.seconds = time.perf_counter() - started
         result.peak_mb = torch.cuda.max_memory_allocated() / 2**20
-        result.hashes = {adapter.name: fingerprint(adapter) for adapter in self.adapters}
         return result
+
+    def state(self) -> dict[str, list[torch.Tensor]]:
+        """Copies of each adapter's weights and moments, on the device."""
+        purposes = ("params", "exp_avg", "exp_avg_sq")
+        return {
+            a.name: [self.engine.arena.flat(purpose, a.name).clone() for purpose in purposes]
+            for a in self.adapters
+        }
 
     def close(self) -> None:
         for adapter in self.adapters:
             adapter.close()
 
 
-def fingerprint(adapter: Adapter) -> str:
-    """sha256 over the adapter's weights and moments."""
-    digest = hashlib.sha256()
-    for tensors in (adapter.parameters(), adapter.optimizer_tensors()):
-        for name in sorted(tensors):
-            digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+#: An adapter's losses by step, and its weights and moments.
+Outcome = tuple[list[list[float]], list[torch.Tensor]]
 
 
-def packed(engine: DeviceEngine, load: Workload, warm: int, *, overlap: bool = True) -> Measured:
-    """All adapters in one pass. Steady: call it twice, since a shape's first two passes are slower."""
-    trainer = Trainer(engine, load, range(load.adapters))
+def outcomes(engine: DeviceEngine, load: Workload, numbers: Sequence[int]) -> dict[str, Outcome]:
+    """What becomes of fresh adapters that train together."""
+    trainer = Trainer(engine, load, numbers)
     try:
-        return trainer.run(warm, overlap=overlap)
+        losses = trainer.run().losses
+        return {name: (losses[name], state) for name, state in trainer.state().items()}
     finally:
         trainer.close()
 
 
-def solo(engine: DeviceEngine, load: Workload, warm: int) -> Measured:
-    """The same jobs one after another; rates over all of them."""
-    total = Measured()
+def outcomes_alone(engine: DeviceEngine, load: Workload) -> dict[str, Outcome]:
+    """The same jobs, one after another."""
+    found: dict[str, Outcome] = {}
     for number in range(load.adapters):
-        trainer = Trainer(engine, load, [number])
-        try:
-            one = trainer.run(warm)
-        finally:
-            trainer.close()
-        total.tokens += one.tokens
-        total.seconds += one.seconds
-        total.cold_seconds += one.cold_seconds
-        total.step_seconds += one.step_seconds
-        total.peak_mb = max(total.peak_mb, one.peak_mb)
-        total.hashes |= one.hashes
-        total.losses |= one.losses
-    return total
+        found |= outcomes(engine, load, [number])
+    return found
+
+
+def differing(alone: dict[str, Outcome], other: dict[str, Outcome]) -> list[str]:
+    """Names of the adapters of which a loss or a byte differs."""
+    return [
+        name
+        for name, (losses, state) in alone.items()
+        if other[name][0] != losses
+        or not all(
+            torch.equal(a.view(torch.int32), b.view(torch.int32))
+            for a, b in zip(state, other[name][1], strict=True)
+        )
+    ]
+
+
+def remember_initial_weights() -> None:
+    """Draw each adapter's first weights once: sixteen rank-16 adapters of 8B take the host six seconds."""
+    module.initial_a = lru_cache(maxsize=None)(module.initial_a)
 
 
 class UngroupedBackend(TritonBackend):
@@ -206,16 +217,6 @@ class UngroupedBackend(TritonBackend):
 
     def lora_dx(self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group) -> Any:
         return [TritonBackend.lora_dx(self, dy, dx, one, group) for one in self._each(lora)]
-
-    def lora_forward_swiglu(
-        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[Any, torch.Tensor]:
-        return self.lora_forward(x, gate_up, lora, group), self.swiglu(gate_up)
-
-    def lora_dx_swiglu_backward(
-        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        return self.lora_dx(dy, dm, lora, group), *self.swiglu_backward(dm, gate_up)
 
     def lora_grads(
         self, x: torch.Tensor, dy: torch.Tensor, s: Any, ds: Any, lora: LoraPlan, group: Group

@@ -93,7 +93,7 @@ def adapter_memory(base: Base) -> dict[str, Any]:
         for _ in range(2):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            pending, verdicts = trainer.step(0, parts)
+            pending, verdicts = trainer.step(parts)
             pending.losses()
             verdicts.wait()
         peaks[count] = torch.cuda.max_memory_allocated()

@@ -32,20 +32,8 @@ class Backend(Protocol):
         """Adds every adapter's path to y (T, ΣN) in place; returns what the backward needs (S), or None."""
         ...
 
-    def lora_forward_swiglu(
-        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[Any, torch.Tensor]:
-        """`lora_forward` into gate_up, then `swiglu` of it: S and m."""
-        ...
-
     def lora_dx(self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group) -> Any:
         """Adds to dx (T, K) in place unless None; returns what `lora_grads` needs (dS), or None."""
-        ...
-
-    def lora_dx_swiglu_backward(
-        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """`lora_dx` into dm, then `swiglu_backward` of it: dS, d_gate_up and m. dm is used up."""
         ...
 
     def lora_grads(

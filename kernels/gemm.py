@@ -41,8 +41,10 @@ def linear_dx_reference(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 class RowInvariantGemm:
     """The two products, each with a plan per weight shape; `exact=False` is the negative control."""
 
-    def __init__(self, *, exact: bool = True, checked: bool = True) -> None:
+    def __init__(self, *, exact: bool = True, checked: bool = True, splits_above: int = 48) -> None:
+        """`splits_above`: from how many rows on the control splits its sums."""
         self.exact = exact
+        self._splits_above = splits_above
         self._checked = checked
         self._plans: dict[tuple[str, torch.Size, torch.dtype], Plan] = {}
 
@@ -64,7 +66,7 @@ class RowInvariantGemm:
         w: torch.Tensor,
     ) -> torch.Tensor:
         if not self.exact:
-            return _batch_dependent(product, kind, x, w)
+            return _batch_dependent(product, kind, x, w, self._splits_above)
         key = (kind, w.shape, w.dtype)
         plan = self._plans.get(key)
         if plan is None:
@@ -124,9 +126,10 @@ def _batch_dependent(
     kind: str,
     x: torch.Tensor,
     w: torch.Tensor,
+    above: int,
 ) -> torch.Tensor:
     """Negative control: what split-K does. The reduction is cut in two when the batch is large."""
-    if x.shape[0] <= 48:
+    if x.shape[0] <= above:
         return product(x, w)
     half = x.shape[1] // 2
     if kind == "linear":

@@ -55,7 +55,8 @@ class CudaGemm:
     def __init__(self, *, exact: bool = True, plans: Path | None = None) -> None:
         self.exact = exact
         self._blas_is_whole = forbid_split_k()
-        self._other = RowInvariantGemm(exact=exact)
+        # Passes are padded to 64 rows and more, so the control splits from more rows on.
+        self._other = RowInvariantGemm(exact=exact, splits_above=128)
         self._plans: dict[tuple[str, int, int, int], Plan] = {}
         self._plans_file = plans
         self._cache: PlanCache | None = None

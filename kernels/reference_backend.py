@@ -56,12 +56,6 @@ class ReferenceBackend:
             for part, slots in zip(y.split(group.sizes, dim=1), slots_of, strict=True)
         ]
 
-    def lora_forward_swiglu(
-        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[PerLinear | None, torch.Tensor]:
-        s = self.lora_forward(x, gate_up, lora, group)
-        return s, self.swiglu(gate_up)
-
     def lora_dx(
         self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group
     ) -> PerLinear | None:
@@ -73,12 +67,6 @@ class ReferenceBackend:
             lora_dx_reference(part, dx, slots)
             for part, slots in zip(dy.split(group.sizes, dim=1), slots_of, strict=True)
         ]
-
-    def lora_dx_swiglu_backward(
-        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[PerLinear | None, torch.Tensor, torch.Tensor]:
-        ds = self.lora_dx(dy, dm, lora, group)
-        return ds, *self.swiglu_backward(dm, gate_up)
 
     def lora_grads(
         self,

@@ -20,9 +20,8 @@ from gshare.kernels.cross_entropy_triton import linear_cross_entropy
 from gshare.kernels.gemm_cuda import CudaGemm
 from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
 from gshare.kernels.grouped_lora_grads_triton import lora_grads
-from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
+from gshare.kernels.grouped_lora_triton import lora_expand
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
-from gshare.kernels.lora_swiglu_triton import lora_dx_swiglu_backward_, lora_expand_swiglu
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.rms_norm_triton import add_rms_norm, rms_norm_apply, rms_norm_backward
 from gshare.kernels.rope_triton import rope_qk_, rope_qk_backward_
@@ -108,23 +107,10 @@ class TritonBackend:
         plan = _device(lora, group)
         if plan is None:
             return None
-        s = self._shrink(x, plan, group)
+        self.calls["lora_forward"] += 1
+        s = lora_shrink(x, plan.flat, plan.tables, _index(group), plan.workspace, plan.mask(group))
         lora_expand(y, s, plan.flat, plan.tables, _index(group))
         return s
-
-    def lora_forward_swiglu(
-        self, x: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        plan = _device(lora, group)
-        if plan is None:
-            return None, self.swiglu(gate_up)
-        s = self._shrink(x, plan, group)
-        self.calls["swiglu"] += 1
-        return s, lora_expand_swiglu(gate_up, s, plan.flat, plan.tables, _index(group))
-
-    def _shrink(self, x: torch.Tensor, plan: DeviceLora, group: Group) -> torch.Tensor:
-        self.calls["lora_forward"] += 1
-        return lora_shrink(x, plan.flat, plan.tables, _index(group), plan.workspace, plan.mask(group))
 
     def lora_dx(
         self, dy: torch.Tensor, dx: torch.Tensor | None, lora: LoraPlan, group: Group
@@ -137,18 +123,6 @@ class TritonBackend:
         if dx is not None:
             lora_dx(dx, ds, plan.flat, plan.tables, _index(group), plan.mask(group))
         return ds
-
-    def lora_dx_swiglu_backward(
-        self, dy: torch.Tensor, dm: torch.Tensor, gate_up: torch.Tensor, lora: LoraPlan, group: Group
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        plan = _device(lora, group)
-        if plan is None:
-            return None, *self.swiglu_backward(dm, gate_up)
-        ds = self.lora_dx(dy, None, lora, group)
-        assert ds is not None
-        tables, mask = plan.tables, plan.mask(group)
-        d_gate_up = lora_dx_swiglu_backward_(dm, ds, plan.flat, tables, _index(group), gate_up, mask)
-        return ds, d_gate_up, dm
 
     def lora_grads(
         self,

@@ -94,14 +94,11 @@ class Decoder:
         """Logits (R, V) of hidden rows before the final norm."""
         return self.backend.linear(self.final_norm(x_RH)[0], self.base.lm_head.dense(), None)
 
-    def _base_linear(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        linear = self.base.layers[layer].groups[name]
-        return self.backend.linear(x, linear.weight.dense(), linear.bias)
-
     def _linear(
         self, layer: int, name: str, x: torch.Tensor, lora: LoraPlan, kept: dict[str, Any]
     ) -> torch.Tensor:
-        y = self._base_linear(layer, name, x)
+        linear = self.base.layers[layer].groups[name]
+        y = self.backend.linear(x, linear.weight.dense(), linear.bias)
         kept[name] = self.backend.lora_forward(x, y, lora, self._groups[layer][name])
         return y
 
@@ -138,9 +135,8 @@ class Decoder:
         x_mid, h, rstd_2 = be.add_rms_norm(
             x, self._linear(index, "o", o, lora, kept), weights.post_attention_norm, eps
         )
-        gate_up = self._base_linear(index, "gate_up", h)
-        kept["gate_up"], m = be.lora_forward_swiglu(h, gate_up, lora, self._groups[index]["gate_up"])
-        out = self._linear(index, "down", m, lora, kept)
+        gate_up = self._linear(index, "gate_up", h, lora, kept)
+        out = self._linear(index, "down", be.swiglu(gate_up), lora, kept)
         return x_mid, out, LayerActivations(x, rstd_1, qkv, before, o, lse, x_mid, rstd_2, gate_up, kept)
 
     def packed_attention(self, layout: Layout) -> Attend:
@@ -220,8 +216,9 @@ class Decoder:
         """dy (T, H) → dx (T, H), or None when nothing below needs it."""
         be, weights, groups = self.backend, self.base.layers[index], self._groups[index]
 
-        dm = be.linear_dx(dy, weights.groups["down"].weight.dense())
-        ds, d_gate_up, m = be.lora_dx_swiglu_backward(dy, dm, act.gate_up, lora, groups["down"])
+        dm, ds = self._linear_dx(index, "down", dy, lora)
+        assert dm is not None
+        d_gate_up, m = be.swiglu_backward(dm, act.gate_up)
         be.lora_grads(m, dy, act.lora["down"], ds, lora, groups["down"])
         del dm, m
 
