@@ -20,7 +20,7 @@ from gshare.kernels.cross_entropy_triton import linear_cross_entropy
 from gshare.kernels.gemm_cuda import CudaGemm
 from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
 from gshare.kernels.grouped_lora_grads_triton import lora_grads
-from gshare.kernels.grouped_lora_triton import lora_expand
+from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.rms_norm_triton import add_rms_norm, rms_norm_apply, rms_norm_backward
