@@ -94,7 +94,8 @@ def softmax_rows_(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tens
     assert targets.shape == (rows,), (logits.shape, targets.shape)
     assert targets.dtype == torch.int64, targets.dtype
     assert scale is None or (scale.shape == (rows,) and scale.dtype == torch.float32), "scale: (R,) fp32"
-    assert_aligned(logits, targets, scale)
+    assert_aligned(logits)
+    assert all(t is None or t.is_contiguous() for t in (targets, scale)), "one value a row"
     nll = torch.empty(rows, dtype=torch.float32, device=logits.device)
     launch(
         softmax_rows_kernel,

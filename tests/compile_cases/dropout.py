@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], int, int]]:
-    """(kernel, signature, constexprs, num_warps, num_stages) for the compile test."""
+def cases() -> list[tuple[Any, ...]]:
+    """(kernel, signature, constexprs, num_warps, num_stages) for `compile_kernels.py`."""
     from gshare.kernels.dropout import FIELDS
     from gshare.kernels.dropout_triton import _BLOCKS, _TOKENS, _WARPS, keep_masks_kernel
 
