@@ -49,8 +49,8 @@ from gshare.agent.train.runner import Runner
 from gshare.agent.vram.guard import Reservation, reserve
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.simulated import SimulatedDevices
+from gshare.agent.xdg import cache_dir
 from gshare.cli.gpu_trace import split
-from gshare.cli.paths import cache_dir
 from gshare.kernels.reference_backend import ReferenceBackend
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -121,7 +121,7 @@ class Outcome(NamedTuple):
     lost_rows: int
     dead_rows: int
     errors: int
-    leftovers: int
+    leftovers: tuple[str, ...]
 
     @property
     def faults(self) -> list[str]:
@@ -132,7 +132,7 @@ class Outcome(NamedTuple):
             ("live rows lost", self.lost_rows),
             ("dead rows after the next operation", self.dead_rows),
             ("errors", self.errors),
-            ("files left at the end", self.leftovers),
+            (f"files left at the end ({', '.join(self.leftovers)})", len(self.leftovers)),
         ):
             if count:
                 found.append(f"{count} {name}")
@@ -259,7 +259,7 @@ def torture(processes: int, operations: int, kills: int, seed: int, folder: Path
         lost_rows=board.total(_LOST),
         dead_rows=dead_rows,
         errors=board.total(_ERRORS) + crashed,
-        leftovers=len(left),
+        leftovers=tuple(sorted(left)),
     )
 
 

@@ -49,7 +49,7 @@ def preview(
         raise UsageError(f"--rows {rows}: must be at least 1")
     from gshare.agent.base.resolve import resolve_model
     from gshare.agent.data.preview import preview as show
-    from gshare.cli.paths import cache_dir
+    from gshare.agent.xdg import cache_dir
 
     resolved = resolve_model(model, cache_dir=cache_dir(), base_dtype="bf16")
     show(

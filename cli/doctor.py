@@ -16,6 +16,7 @@ from typing import Annotated
 import pynvml
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
+from gshare.agent.xdg import cache_dir, xdg_dir
 from gshare.cli.doctor_checks import (
     Check,
     check_directory,
@@ -27,7 +28,6 @@ from gshare.cli.doctor_checks import (
     check_ssh,
     run_probe,
 )
-from gshare.cli.paths import cache_dir, xdg_dir
 from rich.console import Console
 from rich.text import Text
 

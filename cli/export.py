@@ -56,7 +56,7 @@ def _export(adapter: Path, *, to: Path | None, merge: Path | None, model: str | 
         return
     assert merge is not None
     from gshare.agent.base.resolve import resolve_model
-    from gshare.cli.paths import cache_dir
+    from gshare.agent.xdg import cache_dir
 
     name = model or str(config.get("base_model_name_or_path") or "")
     if not name:

@@ -95,7 +95,7 @@ def generate(
     from gshare.agent.base.resolve import resolve_model
     from gshare.agent.data.build import load_tokenizer
     from gshare.agent.train.peft_files import trained_dtype
-    from gshare.cli.paths import cache_dir
+    from gshare.agent.xdg import cache_dir
 
     dtype = base_dtype or (trained_dtype(adapter) if adapter is not None else None) or "bf16"
     model_dir = resolve_model(model, cache_dir=cache_dir(), base_dtype=dtype).path

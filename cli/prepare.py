@@ -14,7 +14,7 @@ from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import load_run_spec, run_spec_from_flags
-from gshare.cli.paths import cache_dir
+from gshare.agent.xdg import cache_dir
 from rich.console import Console
 from rich.text import Text
 

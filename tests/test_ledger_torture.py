@@ -72,10 +72,11 @@ def test_the_sum_of_overlapping_intervals_is_found() -> None:
     board.given_back(1, 0)
     board.given_back(0, 1)
     assert board.most_at_once() == (800, 2)
-    ok = torture.Outcome(1, 0, 0, torture.CAPACITY_MB, 1, 0, 0, 0, 0)
+    ok = torture.Outcome(1, 0, 0, torture.CAPACITY_MB, 1, 0, 0, 0, ())
     assert ok.faults == []
-    for field in ("lost_rows", "dead_rows", "errors", "leftovers"):
+    for field in ("lost_rows", "dead_rows", "errors"):
         assert len(ok._replace(**{field: 1}).faults) == 1
+    assert "row-x.life" in ok._replace(leftovers=("row-x.life",)).faults[0]
     assert "over-committed" in ok._replace(most_mb=torture.CAPACITY_MB + 1).faults[0]
 
 

@@ -49,6 +49,7 @@ from gshare.agent.train.job import Job, JobData
 from gshare.agent.train.out_of_memory import is_out_of_memory, told, whose_limit
 from gshare.agent.train.rounds import Rounds, StepOutcome
 from gshare.agent.vram.guard import Reservation
+from gshare.agent.xdg import cache_dir
 from gshare.kernels.backend import Backend, pick_backend
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Runner:
             reservation, asked=device, where=where, may_grow=may_grow, say=self._say
         )
         with told("the base", self._guard):
-            backend = backend or pick_backend(where)
+            backend = backend or pick_backend(where, plans=cache_dir() / "gemm-plans.json")
             base = base or load_base(model_dir, base_dtype=base_dtype, device=where)
         self.model_dir = model_dir
         self.engine = make_engine(base, backend)
