@@ -82,11 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; never raises for an error of user or program."""
     try:
         _open_standard_streams()
+        _make_devices_absolute()
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         code = _fail("interrupted", EXIT_SIGINT)
     drop_unwritten()
     return code
+
+
+def _make_devices_absolute() -> None:
+    """A relative GSHARE_DEVICES starts at this directory: a trainer runs in another."""
+    if devices := os.environ.get("GSHARE_DEVICES"):
+        os.environ["GSHARE_DEVICES"] = os.path.abspath(devices)
 
 
 def _open_standard_streams() -> None:

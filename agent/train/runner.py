@@ -166,7 +166,8 @@ class Runner:
             specs,
             max_tokens=self.rounds.max_tokens,
             max_adapters=self._max_adapters,
-            budget_mb=self._guard.budget_mb(),
+            # What is reserved on a simulated device says nothing of a CPU's memory.
+            budget_mb=self._guard.budget_mb() if self.engine.base.device.type == "cuda" else None,
         ):
             self.engine.checkpointing = True
             self._say("info", "activations are recomputed: kept, they would not fit into the reservation")
