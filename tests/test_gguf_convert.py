@@ -13,6 +13,7 @@ import pytest
 import torch
 from gshare.agent.base.config import RopeConfig, read_config
 from gshare.agent.base.gguf_convert import convert_gguf
+from gshare.agent.base.gguf_tokenizer import set_special_tokens
 from gshare.agent.base.rope import inverse_frequencies
 from gshare.agent.base.tiny import CHATML, make_tiny_checkpoint, make_tiny_tokenizer
 from gshare.agent.errors import UsageError
@@ -139,6 +140,137 @@ def test_rope_scaling_is_carried_over(tmp_path: Path) -> None:
     frequencies, _ = inverse_frequencies(rope["llama3"])
     plain, _ = inverse_frequencies(dataclasses.replace(rope["llama3"], kind="default"))
     assert np.allclose((plain / frequencies).numpy(), llama3_divisors(8.0), rtol=1e-6)
+
+
+def converted(file: Path, out: Path) -> Any:
+    convert_gguf(file, out, dtype="float32")
+    return AutoTokenizer.from_pretrained(out)
+
+
+def replace(writer: gguf.GGUFWriter, key: str, values: Any) -> None:
+    del writer.kv_data[0][key]
+    if isinstance(values, list):
+        writer.add_array(key, values)
+    else:
+        writer.add_uint32(key, values)
+
+
+def test_special_tokens_are_the_files_whatever_the_tokenizer_came_with(tmp_path: Path, source: Path) -> None:
+    """transformers 5.17 gives a Llama file its bos as eos, and no pad."""
+    file = write_tiny_gguf(source, tmp_path / "toy.gguf", more=lambda writer: writer.add_unk_token_id(5))
+    wrong = make_tiny_tokenizer()
+    tokens = [str(wrong.convert_ids_to_tokens(index)) for index in range(VOCAB)]
+    wrong.eos_token, wrong.pad_token = wrong.bos_token, None
+    assert (wrong.bos_token_id, wrong.eos_token_id, wrong.pad_token_id) == (1, 1, None)
+    set_special_tokens(wrong, tokens, gguf.GGUFReader(file), file)
+    assert (wrong.bos_token_id, wrong.eos_token_id, wrong.pad_token_id, wrong.unk_token_id) == (1, 2, 0, 5)
+    assert len(wrong) == VOCAB
+
+
+def test_special_tokens_the_file_has_not_got(tmp_path: Path, source: Path) -> None:
+    def without(writer: gguf.GGUFWriter) -> None:
+        for name in ("bos", "padding"):
+            del writer.kv_data[0][f"tokenizer.ggml.{name}_token_id"]
+
+    tokenizer = converted(write_tiny_gguf(source, tmp_path / "toy.gguf", more=without), tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token_id) == (None, None, 2)
+    assert len(tokenizer) == VOCAB
+
+
+def test_special_ids_that_do_not_fit(tmp_path: Path, source: Path) -> None:
+    file, out = tmp_path / "toy.gguf", tmp_path / "out"
+
+    def outside(writer: gguf.GGUFWriter) -> None:
+        replace(writer, "tokenizer.ggml.eos_token_id", VOCAB)
+
+    def twice(writer: gguf.GGUFWriter) -> None:
+        tokens = list(writer.kv_data[0]["tokenizer.ggml.tokens"].value)
+        replace(writer, "tokenizer.ggml.tokens", [*tokens[:3], tokens[2], *tokens[4:]])
+
+    def short(writer: gguf.GGUFWriter) -> None:
+        replace(writer, "tokenizer.ggml.token_type", [1] * 7)
+
+    def odd_merge(writer: gguf.GGUFWriter) -> None:
+        replace(writer, "tokenizer.ggml.merges", ["t h", "q x"])
+
+    said = refusal(write_tiny_gguf(source, file, more=outside), out)
+    assert f"tokenizer.ggml.eos_token_id is {VOCAB} but there are {VOCAB} tokens" in said
+    said = refusal(write_tiny_gguf(source, file, more=twice), out)
+    assert "eos_token_id is 2 but the tokenizer came out with 3" in said
+    assert "but 7 tokenizer.ggml.token_type" in refusal(write_tiny_gguf(source, file, more=short), out)
+    assert "merges[1]" in refusal(write_tiny_gguf(source, file, more=odd_merge), out)
+
+
+def test_user_defined_tokens_stay_whole(tmp_path: Path, source: Path) -> None:
+    """Qwen's `<think>` is no control token, yet one id before any merge. Here it is "er"."""
+
+    def er_whole(writer: gguf.GGUFWriter) -> None:
+        kinds = list(writer.kv_data[0]["tokenizer.ggml.token_type"].value)
+        kinds[make_tiny_tokenizer().get_vocab()["er"]] = int(gguf.TokenType.USER_DEFINED)
+        replace(writer, "tokenizer.ggml.token_type", kinds)
+
+    apart = converted(write_tiny_gguf(source, tmp_path / "a.gguf"), tmp_path / "a")
+    user = write_tiny_gguf(source, tmp_path / "b.gguf", more=er_whole)
+    tokenizer = converted(user, tmp_path / "b")
+    assert apart.tokenize("here") == ["he", "re"]
+    assert tokenizer.tokenize("here") == ["h", "er", "e"]
+    assert tokenizer.decode(tokenizer("here")["input_ids"], skip_special_tokens=True) == "here"
+
+
+def test_llama3_takes_a_token_whole_where_merges_would_not(tmp_path: Path, source: Path) -> None:
+    def without_merges(writer: gguf.GGUFWriter) -> None:
+        replace(writer, "tokenizer.ggml.merges", ["t h"])
+
+    pieces = {}
+    for pre in ("llama-bpe", "smollm"):
+        file = write_tiny_gguf(source, tmp_path / f"{pre}.gguf", pre=pre, more=without_merges)
+        pieces[pre] = converted(file, tmp_path / pre).tokenize("the")
+    assert pieces == {"llama-bpe": ["the"], "smollm": ["th", "e"]}
+
+
+def test_qwen_composes_accents_and_others_do_not(tmp_path: Path, source: Path) -> None:
+    same = {}
+    for pre in ("qwen2", "smollm"):
+        tokenizer = converted(write_tiny_gguf(source, tmp_path / f"{pre}.gguf", pre=pre), tmp_path / pre)
+        same[pre] = tokenizer("e\u0301")["input_ids"] == tokenizer("\u00e9")["input_ids"]
+    assert same == {"qwen2": True, "smollm": False}
+
+
+def test_bos_is_put_first_where_the_file_says_so(tmp_path: Path, source: Path) -> None:
+    def always(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.add_bos_token"]
+        writer.add_add_bos_token(True)
+
+    said = write_tiny_gguf(source, tmp_path / "a.gguf", more=always)
+    assert converted(said, tmp_path / "a")("a")["input_ids"][0] == 1
+    assert 1 not in converted(write_tiny_gguf(source, tmp_path / "b.gguf"), tmp_path / "b")("a")["input_ids"]
+
+
+def test_sentencepiece(tmp_path: Path, source: Path) -> None:
+    """Blanks, bytes and special tokens as llama.cpp has them; highest score first."""
+    file = write_tiny_gguf(source, tmp_path / "toy.gguf", sentencepiece=True)
+    tokenizer = converted(file, tmp_path / "out")
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
+    assert ids == (1, 2, 0, 0)
+    assert len(tokenizer) == VOCAB
+    assert tokenizer.tokenize("the thing") == ["▁the", "▁t", "h", "in", "<0x67>"]
+    assert tokenizer.tokenize("you") == ["▁", "y", "ou"]
+    assert tokenizer.tokenize("  the</s>he") == ["▁", "▁", "▁the", "</s>", "▁", "he"]
+    for text in ("the thing is in you", "  two é 漢 5 ", "a\n\tb"):
+        encoded = tokenizer(text)["input_ids"]
+        assert encoded[0] == 1
+        assert tokenizer.decode(encoded[1:]) == text
+
+    def no_scores(writer: gguf.GGUFWriter) -> None:
+        replace(writer, "tokenizer.ggml.scores", [0.0])
+
+    def foreign(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.model"]
+        writer.add_tokenizer_model("bert")
+
+    more = {"sentencepiece": True, "more": no_scores}
+    assert "but 1 tokenizer.ggml.scores" in refusal(write_tiny_gguf(source, file, **more), tmp_path / "no")
+    assert "'bert'" in refusal(write_tiny_gguf(source, file, more=foreign), tmp_path / "no")
 
 
 def refusal(file: Path, out: Path) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, Stopped, UsageError
@@ -285,3 +286,15 @@ def test_little_is_imported_before_main() -> None:
     )
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert not loaded & {"cyclopts", "rich", "attrs", "asyncio", "difflib", "traceback", "torch"}
+
+
+def test_relative_simulated_devices_start_at_this_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer, which inherits the variable, runs in another directory."""
+    (tmp_path / "devices.toml").write_text('[[device]]\nuuid = "GPU-here"\ntotal_mb = 8192\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GSHARE_DEVICES", "devices.toml")
+    assert frame.main(["gpu", "status"]) == 0
+    assert "GPU-here" in capsys.readouterr().out
+    assert os.environ["GSHARE_DEVICES"] == str(tmp_path / "devices.toml")

@@ -1,12 +1,8 @@
 """A GGUF file as a Hugging Face directory: weights unpacked, config and tokenizer included.
 
-transformers reads the file (`GgufConfig(dequantize=True)`, the same in 5.17 and 5.24). Three things that it
-passes over are put right here, or refused, because each would change the numbers in silence:
-
-- RoPE scaling: `<arch>.rope.scaling.*` and the `rope_freqs` tensor of Llama 3.1 and later;
-- the pre-tokenizer, `tokenizer.ggml.pre`: SmolLM2 splits digits one by one, Llama 3 and Qwen2 have their own
-  patterns, and transformers gives every byte-level BPE that of GPT-2;
-- chat template and bos/eos ids are compared with what the file says.
+transformers unpacks the weights (`GgufConfig(dequantize=True)`, the same in 5.17 and 5.24). It passes over
+RoPE scaling, `<arch>.rope.scaling.*` and the `rope_freqs` tensor of Llama 3.1 and later: put right here, or
+refused, because it would change the numbers in silence. The tokenizer is read by gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -20,27 +16,15 @@ from typing import Any
 
 from gshare.agent.base.checkpoint_files import locate_tensors
 from gshare.agent.base.config import RopeConfig, read_config
+from gshare.agent.base.gguf_tokenizer import field, read_tokenizer
 from gshare.agent.base.rope import inverse_frequencies
 from gshare.agent.errors import UsageError
 
 #: Raised when the directory written for one file changes: part of the cache key.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 # Mistral files say `llama`. Their sliding window is not in the file; llama.cpp runs them without, as we do.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-_GPT2_PRE = ("default", "gpt-2")
-_DIGITS_PRE = ("smollm",)
-# Published in the tokenizer.json of the models; the two differ in how many digits go together.
-_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLIT_PRE = {
-    "llama-bpe": _PATTERN.replace("DIGITS", "{1,3}"),
-    "llama3": _PATTERN.replace("DIGITS", "{1,3}"),
-    "qwen2": _PATTERN.replace("DIGITS", ""),
-}
 
 Step = Callable[[str], None]
 
@@ -53,13 +37,13 @@ def convert_gguf(gguf: Path, out_dir: Path, *, dtype: str, step: Step = lambda w
     """
     step("reading the header")
     reader = _open(gguf)
-    architecture = str(_field(reader, "general.architecture"))
+    architecture = str(field(reader, "general.architecture"))
     if architecture not in _ARCHITECTURES:
         raise UsageError(
             f"{gguf}: architecture {architecture!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
         )
     rope = _rope_parameters(reader, architecture, gguf)
-    tokenizer = _tokenizer(reader, gguf)
+    tokenizer = read_tokenizer(reader, gguf)
     step("unpacking the weights")
     model = _model(gguf, dtype)
     step("writing safetensors")
@@ -82,11 +66,6 @@ def _open(gguf: Path) -> Any:
         return GGUFReader(gguf)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise UsageError(f"{gguf} is truncated or not a GGUF file ({error}); fetch it again") from None
-
-
-def _field(reader: Any, key: str, default: Any = None) -> Any:
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
 
 
 def _model(gguf: Path, dtype: str) -> Any:
@@ -114,71 +93,23 @@ def _model(gguf: Path, dtype: str) -> Any:
             logging.enable_progress_bar()
 
 
-def _tokenizer(reader: Any, gguf: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if _field(reader, "tokenizer.ggml.model") is None:
-        raise UsageError(f"{gguf} has no tokenizer; use a file made for chat or text generation")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    if _field(reader, "tokenizer.ggml.model") == "gpt2":
-        _set_pre_tokenizer(
-            tokenizer.backend_tokenizer, str(_field(reader, "tokenizer.ggml.pre", "default")), gguf
-        )
-    said = {
-        "tokenizer.chat_template": tokenizer.chat_template,
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
-    }
-    for key, value in said.items():
-        if _field(reader, key) is not None and _field(reader, key) != value:
-            raise UsageError(
-                f"{gguf}: {key} is {_field(reader, key)!r} but the tokenizer came out with {value!r}"
-            )
-    return tokenizer
-
-
-def _set_pre_tokenizer(backend: Any, pre: str, gguf: Path) -> None:
-    """Give a byte-level BPE the splitting that `tokenizer.ggml.pre` names."""
-    from tokenizers import Regex, pre_tokenizers
-
-    if pre in _GPT2_PRE:
-        return  # what transformers made of it
-    if pre in _DIGITS_PRE:
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    elif pre in _SPLIT_PRE:
-        parts = [
-            pre_tokenizers.Split(Regex(_SPLIT_PRE[pre]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    else:
-        known = ", ".join((*_GPT2_PRE, *_DIGITS_PRE, *_SPLIT_PRE))
-        raise UsageError(
-            f"{gguf}: pre-tokenizer {pre!r} is not supported (known: {known});"
-            " use the model's Hugging Face directory, which has its tokenizer.json"
-        )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
-
-
 def _rope_parameters(reader: Any, architecture: str, gguf: Path) -> dict[str, Any] | None:
     """What has to be added to `rope_parameters`, or None for unscaled RoPE."""
     prefix = f"{architecture}.rope.scaling."
-    kind = _field(reader, prefix + "type", "none")
+    kind = field(reader, prefix + "type", "none")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(_field(reader, prefix + "factor"))}
+        return {"rope_type": "linear", "factor": float(field(reader, prefix + "factor"))}
     if kind == "yarn":
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
-            if _field(reader, prefix + key) is not None:
+            if field(reader, prefix + key) is not None:
                 raise UsageError(f"{gguf}: {prefix}{key} is not supported; use the Hugging Face directory")
-        settings: dict[str, Any] = {"rope_type": "yarn", "factor": float(_field(reader, prefix + "factor"))}
+        settings: dict[str, Any] = {"rope_type": "yarn", "factor": float(field(reader, prefix + "factor"))}
         for name, key in (
             ("original_max_position_embeddings", "original_context_length"),
             ("beta_fast", "yarn_beta_fast"),
             ("beta_slow", "yarn_beta_slow"),
         ):
-            if (value := _field(reader, prefix + key)) is not None:
+            if (value := field(reader, prefix + key)) is not None:
                 settings[name] = value
         return settings
     if kind != "none":
@@ -206,7 +137,7 @@ def _llama3_parameters(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theta = float(_field(reader, f"{architecture}.rope.freq_base", 10000.0))
+    theta = float(field(reader, f"{architecture}.rope.freq_base", 10000.0))
     shape = {"theta": theta, "head_dim": 2 * len(divisors), "max_position_embeddings": 8192}
     plain, _ = inverse_frequencies(RopeConfig(kind="default", **shape))
     scaled, _ = inverse_frequencies(RopeConfig(kind="llama3", **shape, **settings))

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gshare.agent.base.config import read_config
-from gshare.agent.base.tiny import make_tiny_tokenizer
+from gshare.agent.base.tiny import CHATML, make_tiny_tokenizer
 from safetensors.numpy import load_file
 
 _NAMES = {
@@ -41,6 +41,34 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
 
 
+def add_byte_level(writer: gguf.GGUFWriter, pre: str) -> None:
+    """The toy tokenizer: its vocabulary, merges and types."""
+    tokenizer = make_tiny_tokenizer()
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_token_list(tokens)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    special = set(tokenizer.all_special_tokens)
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.CONTROL if token in special else kinds.NORMAL for token in tokens])
+
+
+def add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    """A Llama 2 vocabulary as long as the toy tokenizer's: specials, bytes, and pieces with scores."""
+    pieces = [*"▁theinasyouwrdlk", "he", "▁t", "▁the", "in", "▁in", "▁i", "yo", "ou"]
+    ranks = [*range(len(pieces) - 2), len(pieces) - 1, len(pieces) - 2]  # "ou" before "yo"
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_scores([0.0] * 259 + [float(-rank) for rank in ranks])
+    writer.add_token_types(
+        [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL] + [kinds.BYTE] * 256 + [kinds.NORMAL] * len(pieces)
+    )
+    writer.add_unk_token_id(0)
+
+
 def write_tiny_gguf(
     checkpoint: Path,
     path: Path,
@@ -48,6 +76,7 @@ def write_tiny_gguf(
     quantisation: str = "F32",
     architecture: str = "llama",
     pre: str = "smollm",
+    sentencepiece: bool = False,
     more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
 ) -> Path:
     """`checkpoint` is a Llama with the toy tokenizer. Matrices get `quantisation`; `more` may add keys."""
@@ -64,21 +93,15 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    tokenizer = make_tiny_tokenizer()
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    writer.add_token_list(tokens)
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    special = set(tokenizer.all_special_tokens)
-    kinds = gguf.TokenType
-    writer.add_token_types([kinds.CONTROL if token in special else kinds.NORMAL for token in tokens])
+    if sentencepiece:
+        add_sentencepiece(writer)
+    else:
+        add_byte_level(writer, pre)
+        writer.add_add_bos_token(False)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(str(tokenizer.chat_template))
+    writer.add_chat_template(CHATML)
     more(writer)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         heads = {"q_proj.weight": config.num_heads, "k_proj.weight": config.num_kv_heads}.get(name[-13:])
