@@ -27,7 +27,7 @@ class WireError(GshareError):
 
 def encode(message: msgspec.Struct) -> bytes:
     """One frame. Raises `WireError` when it would be larger than a reader accepts."""
-    frame = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
+    frame = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)), use_bin_type=True)
     assert frame is not None
     if len(frame) > MAX_FRAME:
         raise WireError(f"message of {len(frame)} bytes; a frame holds at most {MAX_FRAME}")
@@ -37,7 +37,7 @@ def encode(message: msgspec.Struct) -> bytes:
 def convert(message: dict[str, Any], kind: Any) -> Any:
     """A map from the wire as the struct (or tagged union) `kind`; `WireError` names the wrong field."""
     try:
-        return msgspec.convert(message, kind)
+        return msgspec.convert(message, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise WireError(f"unexpected message: {error}") from None
 
