@@ -77,6 +77,7 @@ def adamw_step_(
         m.mul_(beta1).add_(term)
         torch.mul(g, 1.0 - beta2, out=term)
         v.mul_(beta2).add_(term.mul_(g))
-        denominator = torch.sqrt(v, out=term).div_(correction2).add_(eps)
+        # By a tensor: on CUDA a division by a number is a multiplication by its rounded inverse.
+        denominator = torch.sqrt(v, out=term).div_(update.fill_(correction2)).add_(eps)
         torch.div(m, denominator, out=update).mul_(step_size)
         p.mul_(decay).sub_(update)
