@@ -17,7 +17,7 @@ from gshare.kernels.launch import launch
 
 @triton.jit
 def health_kernel(health_ptr, cells_ptr, norms_ptr, finite_ptr, overflow_ptr):
-    """0 into the cell of adapter program_id(0) when its step was refused, or left weights that are not finite."""
+    """0 into the cell of adapter program_id(0) when its step was refused, or a new weight is not finite."""
     adapter = tl.program_id(0)
     if (not may_step(norms_ptr, finite_ptr, adapter)) | (tl.load(overflow_ptr + adapter) != 0):
         tl.store(health_ptr + tl.load(cells_ptr + adapter), 0)
