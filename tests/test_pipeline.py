@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_files_and_events_are_those_of_a_run_that_waits(bench: Bench, tmp_path: 
         told.append(bench.told())
         written.append(run_files(tmp_path / str(ahead)))
         kinds = [line.split()[0] for line in bench.log if line.split()[0] in ("begin", "read")]
-        begun_early.append(sum(a == b == "begin" for a, b in zip(kinds, kinds[1:], strict=False)))
+        begun_early.append(sum(a == b == "begin" for a, b in pairwise(kinds)))
     assert told[0] == told[1]
     assert written[0] == written[1]
     assert len(written[0]) > 20

@@ -1,4 +1,4 @@
-"""The CUDA engine with the next round queued before the last is read: same bits, and who failed is left alone.
+"""The CUDA engine with the next round queued before the last is read: same bits; who failed is left alone.
 
 Without a GPU the kernels run in Triton's interpreter, where a launch is done when it returns; the order of
 launches and reads is that of the GPU.
@@ -49,7 +49,7 @@ OPTIMS = {"a": "adamw_8bit", "bb": "adamw"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    return Path(make_tiny_checkpoint(folder, num_layers=1, hidden_size=64, intermediate_size=64))
+    return Path(make_tiny_checkpoint(folder, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=64))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def base(checkpoint: Path) -> Base:
 class Run:
     """Two jobs in one runner; `launches` training passes so far; the arena as it is in the end."""
 
-    def __init__(self, checkpoint: Path, base: Base, folder: Path, *, ahead: bool) -> None:
+    def __init__(self, checkpoint: Path, base: Base, folder: Path, *, ahead: bool, **spec: Any) -> None:
         self.events: list[Event] = []
         self.folder = folder
         self.runner: Runner = make_runner(checkpoint, base, self.events.append, backend=TritonBackend())
@@ -69,7 +69,7 @@ class Run:
         engine.queues_ahead, engine.graphs = ahead, False
         self.engine = engine
         for name, optim in OPTIMS.items():
-            self.runner.admit(request(folder, name, optim=optim, **SPEC))
+            self.runner.admit(request(folder, name, optim=optim, **{**SPEC, **spec}))
         self.slots = {job.name: engine.arena.slot(job.adapter.name) for job in self.runner.jobs()}
 
     def go(self, rounds: int = 1000) -> Run:
@@ -141,7 +141,7 @@ def test_the_bits_are_those_of_a_run_that_waits(
 
 
 def spoil(run: Run, name: str, at: int, how: str) -> None:
-    """In the `at`-th pass the job's loss or gradients are no numbers; in the ones behind it they are again."""
+    """In the `at`-th pass the job's loss or gradients are not finite; in those behind it they are again."""
     launch, passes = run.engine._launch, [0]
 
     def spoilt(buffers: PassBuffers, training: bool) -> torch.Tensor:
@@ -160,8 +160,7 @@ def spoil(run: Run, name: str, at: int, how: str) -> None:
     run.engine._launch = spoilt
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-@pytest.mark.parametrize("name", ["a", "bb"], ids=["8-bit", "fp32 moments"])
+@pytest.mark.parametrize(("name", "how"), [("a", "loss"), ("bb", "gradient")], ids=["8-bit", "fp32 moments"])
 def test_a_step_queued_behind_a_divergence_leaves_the_adapter_as_it_was(
     checkpoint: Path,
     base: Base,
@@ -173,7 +172,7 @@ def test_a_step_queued_behind_a_divergence_leaves_the_adapter_as_it_was(
 ) -> None:
     runs = []
     for ahead in (False, True):
-        runs.append(Run(checkpoint, base, tmp_path / str(ahead), ahead=ahead))
+        runs.append(Run(checkpoint, base, tmp_path / str(ahead), ahead=ahead, max_steps=3))
         spoil(runs[-1], name, 2, how)
         runs[-1].go()
     told = [run.told() for run in runs]
@@ -187,10 +186,11 @@ def test_a_step_queued_behind_a_divergence_leaves_the_adapter_as_it_was(
     other = "bb" if name == "a" else "a"
     final = f"{other}/adapter_model.safetensors"
     assert run_files(tmp_path / "True")[final] == run_files(tmp_path / "False")[final]
-    assert run_files(tmp_path / "True")[final] == run_files(waiting.folder)[final]
+    undisturbed = [step for step in waiting.told() if step[0] == other and len(step) == 5][:3]
+    assert [step for step in told[1] if step[0] == other and len(step) == 5] == undisturbed
     # Negative control: without the flag the step behind it is made.
     monkeypatch.setattr(device_optimizer, "note_health_", lambda *tables: None)
-    control = Run(checkpoint, base, tmp_path / "control", ahead=True)
+    control = Run(checkpoint, base, tmp_path / "control", ahead=True, max_steps=3)
     spoil(control, name, 2, how)
     control.go()
     assert not any(same(runs[0].memory(name), control.memory(name)))
@@ -245,7 +245,7 @@ def test_a_stop_saves_the_step_in_flight_and_a_resume_goes_on(
 def test_queueing_waits_for_nothing(
     checkpoint: Path, base: Base, tmp_path: Path, waiting: Run, graphs: bool
 ) -> None:
-    """torch raises where the host waits for the device. Warm: the first two passes of a shape build things."""
+    """torch raises where the host waits for the device; the first two passes of a shape build things."""
     run = Run(checkpoint, base, tmp_path, ahead=True)
     run.engine.graphs = graphs
     start: Callable[..., Any] = run.runner.rounds.start
