@@ -140,7 +140,7 @@ class DeviceOptimizer:
     def step(self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float]) -> Verdicts:
         """Launch the update of every adapter for its `steps` (from 1) at its learning rate.
 
-        All device memory is had before the first update is launched: out of it, nothing has changed.
+        All memory is had before the first update is launched: out of it, nothing has changed.
         """
         arena, count = self.arena, len(adapters)
         tables, staging = self._slot_tables(adapters), self._staging_for(count)
@@ -156,6 +156,7 @@ class DeviceOptimizer:
         params, grads, compute = (arena.whole(purpose) for purpose in ("params", "grads", "compute"))
         copy = None if compute.dtype == torch.float32 else compute
         per_adapter = (hyper, norms, flags)
+        self._readback.reserve(norms, overflow, flags)
         if tables.fp32 is not None:
             moments = (arena.whole("exp_avg"), arena.whole("exp_avg_sq"))
             adamw_(params, grads, *moments, copy, tables.slots, tables.fp32, *per_adapter, overflow=overflow)
