@@ -315,6 +315,8 @@ def test_a_round_that_was_not_started_is_started_without_who_has_ended(bench: Be
     ends = {event.job: (event.state, event.step) for event in bench.events if isinstance(event, JobChanged)}
     assert ends == {"a": ("completed", 4), "bb": ("diverged", 2)}
     assert passes[:3] == ["a2 bb2", "a3 bb3", "a3"]
+    begun = [line for line in bench.log if line.startswith("begin")]
+    assert begun[1:] == ["begin a2 bb2", "begin a3 bb3", "begin a3", "begin a4"]
 
 
 def test_results_that_cannot_be_read_are_not_computed_again(bench: Bench, tmp_path: Path) -> None:
