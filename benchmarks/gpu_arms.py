@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -101,7 +102,7 @@ def graph_seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 class Trainer:
-    """Drives an engine as the runner does: begin, queue, step, and the outcome while the next is prepared.
+    """Drives an engine as the runner does: begin, queue, step, and the outcome when the next step is queued.
 
     The adapters stay from run to run, so that a timed run meets shapes that earlier runs have met.
     """
@@ -128,27 +129,33 @@ class Trainer:
         return pending, optimizer.step(self.adapters, [self.done] * len(rates), rates)
 
     def run(self, *, steps: int | None = None, overlap: bool = True) -> Measured:
-        """All steps of the workload (or the first `steps`), timed together."""
+        """All steps of the workload (or the first `steps`), timed together. `overlap`: a step is queued
+        before the last is read; its seconds are those since the last one's results were there."""
         count = steps if steps is not None else self.load.steps
         result = Measured(losses={adapter.name: [] for adapter in self.adapters})
         torch.cuda.reset_peak_memory_stats()
-        following = self.engine.prepare(self.parts(0))
+        under_way: deque[tuple[Sequence[Part], Pending, Verdicts]] = deque()
+
+        def queue(step: int) -> None:
+            parts = self.parts(step)
+            under_way.append((parts, *self.step(parts)))
+
         torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = read = time.perf_counter()
+        queue(0)
         for step in range(count):
-            prepared = following
-            begun = time.perf_counter()
-            pending, verdicts = self.step(prepared)
             if overlap and step + 1 < count:
-                following = self.engine.prepare(self.parts(step + 1))
+                queue(step + 1)
+            parts, pending, verdicts = under_way.popleft()
             losses = pending.losses()
             verdicts.wait()
+            before, read = read, time.perf_counter()
+            result.step_seconds.append(read - before)
             if not overlap and step + 1 < count:
-                following = self.engine.prepare(self.parts(step + 1))
+                queue(step + 1)
             for adapter, values in zip(self.adapters, losses, strict=True):
                 result.losses[adapter.name].append(values)
-            result.tokens += sum(part.tokens for part in prepared.parts)
-            result.step_seconds.append(time.perf_counter() - begun)
+            result.tokens += sum(part.tokens for part in parts)
         torch.cuda.synchronize()
         result.seconds = time.perf_counter() - started
         result.peak_mb = torch.cuda.max_memory_allocated() / 2**20

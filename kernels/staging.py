@@ -8,7 +8,7 @@ may still be waiting for the device. What the host wants to know comes back the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -92,13 +92,7 @@ class Readback:
         """Starts copying; what the tensors hold afterwards does not matter."""
         if self.device.type != "cuda":
             return Fetched(self, [tensor.clone() for tensor in tensors])
-        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        nbytes = max(1 << (needed - 1).bit_length(), _LEAST_BYTES)
-        free = self._free[nbytes]
-        if free:
-            buffer, done = free.pop()
-        else:
-            buffer, done = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        buffer, done = self._take(tensors)
         copies, at = [], 0
         for tensor in tensors:
             copy = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -106,6 +100,19 @@ class Readback:
             at += _aligned(tensor.nbytes)
         done.record(torch.cuda.current_stream(self.device))
         return Fetched(self, copies, buffer, done)
+
+    def reserve(self, *tensors: torch.Tensor) -> None:
+        """See that a `fetch` of such tensors finds its memory: for one behind what cannot be undone."""
+        if self.device.type == "cuda":
+            self.give_back(*self._take(tensors))
+
+    def _take(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event]:
+        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        nbytes = max(1 << (needed - 1).bit_length(), _LEAST_BYTES)
+        free = self._free[nbytes]
+        if free:
+            return free.pop()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
     def give_back(self, buffer: torch.Tensor, done: torch.cuda.Event) -> None:
         self._free[buffer.numel()].append((buffer, done))

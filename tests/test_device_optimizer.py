@@ -144,6 +144,93 @@ def test_a_weight_that_overflows_is_said_in_its_own_round() -> None:
     assert overflown.norms.isfinite().all(), "nothing but the weights says it"
 
 
+def fail(optimizer: DeviceOptimizer, adapters: Sequence[Adapter], how: str) -> None:
+    """A step that the first of `adapters` does not survive; the others step."""
+    optimizer.begin(adapters)
+    give_gradients(optimizer, adapters, 1)
+    rate = 1e-3
+    if how == "loss":
+        optimizer.flags[0] = 0
+    elif how == "gradient":
+        arena = adapters[0].arena
+        arena.view("grads", adapters[0].name, MatrixKey(1, "o_proj", "A"))[0, 0] = torch.nan
+    else:
+        rate = 1e38
+    optimizer.step(adapters, [1] * len(adapters), [rate, *[1e-3] * (len(adapters) - 1)])
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("how", ["loss", "gradient", "weights"])
+def test_who_failed_is_left_alone_in_every_later_round(
+    how: str, optim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has read anything meanwhile; in another seat too. The others go on."""
+
+    def later_rounds() -> tuple[bool, bool]:
+        """Whether the first and the second adapter are, after two more rounds, what they were."""
+        optimizer, (a, b, c) = new_round(optims=(optim, "adamw", optim))
+        fail(optimizer, [a, b, c], how)
+        before = [state(adapter) for adapter in (a, b)]
+        for step, members in ((2, [b, a]), (3, [c, a, b])):
+            optimizer.begin(members)
+            give_gradients(optimizer, members, step)
+            optimizer.step(members, [step] * len(members), [1e-3] * len(members))
+        return not differing(state(a), before[0]), not differing(state(b), before[1])
+
+    assert later_rounds() == (True, False)
+    monkeypatch.setattr(device_optimizer, "note_health_", lambda *tables: None)
+    assert later_rounds() == (False, False)  # negative control
+
+
+def test_a_newcomer_does_not_inherit_a_failure() -> None:
+    """In the slot and under the name of one that failed."""
+    optimizer, adapters = new_round()
+    fail(optimizer, adapters, "loss")
+    place = optimizer.arena.slot("a").start
+    adapters[0].close()
+    again = Adapter("a", adapters[0].spec, optimizer.arena, SHAPES)
+    assert optimizer.arena.slot("a").start == place
+    before = state(again)
+    optimizer.begin([again, *adapters[1:]])
+    give_gradients(optimizer, [again, *adapters[1:]], 1)
+    verdicts = optimizer.step([again, *adapters[1:]], [1] * 3, RATES)
+    assert verdicts.finite.tolist() == [1, 1, 1]
+    assert differing(state(again), before)
+
+
+def test_more_adapters_than_there_were_cells_keep_their_own() -> None:
+    arena = Arena(DEVICE, torch.float32)
+    small = {MatrixKey(0, "q_proj", "A"): (1, 16)}
+    adapters = []
+    for seed in range(150):
+        spec = AdapterSpec(name=f"s{seed}", data="d", output_dir="o", seed=seed)
+        adapters.append(Adapter(spec.name, spec, arena, small))
+    health = device_optimizer._Health(DEVICE)
+    first = health.cells(arena, adapters[:40])
+    health.flags[first[7]] = 0
+    cells = health.cells(arena, adapters)
+    assert cells[:40] == first
+    assert len(set(cells)) == 150
+    assert health.flags[cells].tolist() == [int(index != 7) for index in range(150)]
+    adapters[7].close()
+    other = AdapterSpec(name="other", data="d", output_dir="o", seed=0)
+    (cell,) = health.cells(arena, [Adapter("other", other, arena, small)])
+    assert cell == first[7]
+    assert health.flags[cell] == 1
+
+
+def test_tables_of_sets_that_take_turns_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [], device_optimizer.slot_tables
+    monkeypatch.setattr(device_optimizer, "slot_tables", lambda places: made.append(places) or real(places))
+    optimizer, adapters = new_round()
+    for _ in range(3):
+        for members in (adapters[:2], adapters[2:], adapters):
+            optimizer.begin(members)
+            optimizer.step(members, [1] * len(members), RATES[: len(members)]).wait()
+    assert len(made) == 3
+
+
 def test_an_adapter_without_a_pass_has_no_gradients() -> None:
     """A round writes no zeros beforehand: what an earlier round left must not be stepped by."""
     optimizer, adapters = new_round()

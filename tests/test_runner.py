@@ -278,7 +278,7 @@ def test_a_full_disk_ends_its_job_with_the_last_checkpoint_intact(
     runner.admit(request(tmp_path, "other", max_steps=6, save_steps=2, eval_steps=0))
     for _ in range(3):
         runner.run_round()
-    runner._writer.flush()  # the checkpoint of step 2 is written before the disk is full
+    runner.books.writer.flush()  # the checkpoint of step 2 is written before the disk is full
 
     def no_space(fd: int) -> None:
         if "/full/" in os.readlink(f"/proc/self/fd/{fd}") + "/":
@@ -321,7 +321,7 @@ def test_resumed_under_other_numerics_is_said_and_recorded(
     run_all(runner)
     log = Log()
     runner = make_runner(tiny_checkpoint, base, log)
-    runner.fingerprint = {**runner.fingerprint, "torch": "9.9"}
+    runner.books.fingerprint = {**runner.fingerprint, "torch": "9.9"}
     runner.admit(request(tmp_path, "a", max_steps=4, resume=True))
     run_all(runner)
     assert any("torch: " in event.text for event in log if hasattr(event, "text"))

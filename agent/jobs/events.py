@@ -52,7 +52,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     learning_rate: float
     tokens: int  # all tokens of the step's rows
     label_tokens: int  # tokens that the loss is over
-    seconds: float  # wall time of the round this step was part of
+    seconds: float  # wall time of the step's round, without what passed before the last round was there
     adapters_in_pass: int  # how many jobs shared that round
 
 

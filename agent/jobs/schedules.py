@@ -2,8 +2,9 @@
 
 A *round* is a set of jobs that each do one optimizer step, fused. The runner asks `next_round` with the
 jobs that could run now, does the round, and reports each finished step by `ran`. `next_round` only
-decides: asked again before anything ran (a pass retried after OOM) it gives the same answer. The order
-never changes a job's bits, only who waits for whom.
+decides: asked again before anything ran (a pass retried after OOM) it gives the same answer. `ran` may
+come before the step's results are known (its tokens are), where the choice does not go `by_results`. The
+order never changes a job's bits, only who waits for whom.
 
     synchronized        every job, every round
     round_robin         sets that fit rotate: the longest stretch of the queue that fits, then to its end
@@ -43,12 +44,15 @@ class JobView:
 
 
 class Schedule(Protocol):
+    #: Whether what a round gave decides on the next: then it must be known before `next_round` is asked.
+    by_results: bool
+
     def next_round(self, jobs: Sequence[JobView], *, max_tokens: int, max_adapters: int) -> list[str]:
         """Names of the jobs of the next round, each once; empty only when `jobs` is."""
         ...
 
     def ran(self, name: str, tokens: int) -> None:
-        """`name` finished one optimizer step over `tokens` tokens. Nothing happens when it was forgotten
+        """`name` took one optimizer step over `tokens` tokens. Nothing happens when it was forgotten
         meanwhile (it ended in the middle of its round)."""
         ...
 
@@ -71,6 +75,8 @@ def _by_order(jobs: Sequence[JobView]) -> list[JobView]:
 class Synchronized:
     """Every runnable job takes one step in every round, in order of admission."""
 
+    by_results = False
+
     def next_round(self, jobs: Sequence[JobView], *, max_tokens: int, max_adapters: int) -> list[str]:
         return [job.name for job in _by_order(jobs)]
 
@@ -87,6 +93,8 @@ class RoundRobin:
     The head is not searched past the first job that does not fit, so the rotation is strict: between two
     steps of one job every other runnable job steps exactly once.
     """
+
+    by_results = False
 
     def __init__(self) -> None:
         self._queue: list[str] = []
@@ -125,6 +133,8 @@ class PriorityValLoss:
     more than (AGE + 1) · n - 1 rounds. Proof: once it has waited AGE · n, only jobs that waited at least as
     long go ahead; there are n - 1 at most, and each that ran is young again for AGE · n rounds.
     """
+
+    by_results = True
 
     #: Of every AGE · n rounds at most n - 1 go to ageing, so at least 3/4 follow the losses.
     AGE = 4
@@ -202,6 +212,8 @@ class Fair:
     than the larger next_tokens / weight of either; shares over n steps of the longest job are within about
     1/n of the weights.
     """
+
+    by_results = False
 
     def __init__(self) -> None:
         self._clients = _Group()

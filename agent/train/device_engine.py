@@ -1,16 +1,17 @@
 """The engine on CUDA: the same pass over tables in device memory, replayed as a CUDA graph where that pays.
 
 A pass is laid out on the host (`prepare`), uploaded and launched (`queue`); nothing waits for the device
-until somebody asks for losses, so a caller prepares the next pass while the device runs this one. The first
-pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is captured, later
-ones are replayed. Captured or not, the launches and so the bits are the same.
+until somebody asks for losses or verdicts, so a caller queues the next round while the device runs this one.
+Results come back in memory of their own (`staging.Readback`): a later round does not write over them. The
+first pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is captured,
+later ones are replayed. Captured or not, the launches and so the bits are the same.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -84,6 +85,8 @@ class Pending:
 class DeviceEngine(Engine):
     """Runs passes over one base on a CUDA device through the Triton backend."""
 
+    queues_ahead = True
+
     def __init__(self, base: Base, backend: Backend) -> None:
         super().__init__(base, backend)
         self._entries: OrderedDict[tuple[PassShape, bool], _Entry] = OrderedDict()
@@ -104,12 +107,14 @@ class DeviceEngine(Engine):
 
     def finish_round(
         self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
-    ) -> list[Verdict]:
-        """Launches the updates and waits for what became of them; without `rates` nothing is updated."""
+    ) -> Callable[[], list[Verdict]]:
+        """Launches the updates; what is returned waits for what became of them. Without `rates` nothing is
+        updated."""
         if rates is None:
-            return [Verdict(norm) for norm in self.optimizer.norms(adapters).tolist()]
-        verdicts = self.optimizer.step(adapters, steps, rates).wait()
-        return [
+            fetched = self._readback.fetch(self.optimizer.norms(adapters))
+            return lambda: [Verdict(norm) for norm in fetched.read()[0].tolist()]
+        verdicts = self.optimizer.step(adapters, steps, rates)
+        return lambda: [
             Verdict(norm, committed=True, finite=not overflow)
             for norm, overflow in zip(verdicts.norms.tolist(), verdicts.overflow.tolist(), strict=True)
         ]

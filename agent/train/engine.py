@@ -150,6 +150,10 @@ class PassLora:
 class Engine:
     """Runs passes over one base. `before_pass` is a test hook: it may raise to simulate an OOM."""
 
+    #: Whether a round may be queued before the one before it was read: the engine makes the updates itself,
+    #: and leaves an adapter alone whose earlier update it refused.
+    queues_ahead = False
+
     def __init__(self, base: Base, backend: Backend) -> None:
         self.base = base
         self.backend = backend
@@ -176,13 +180,14 @@ class Engine:
 
     def finish_round(
         self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
-    ) -> list[Verdict]:
+    ) -> Callable[[], list[Verdict]]:
         """Gradient norms, and each adapter's update for its 1-based step where the engine makes it itself.
 
-        This one leaves it to `Adapter.update`.
+        What is returned waits for them. This engine leaves the updates to `Adapter.update`.
         """
         del steps, rates
-        return [Verdict(adapter.gradient_norm()) for adapter in adapters]
+        verdicts = [Verdict(adapter.gradient_norm()) for adapter in adapters]
+        return lambda: verdicts
 
     @torch.no_grad()
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:

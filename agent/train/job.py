@@ -89,6 +89,7 @@ class Job:
         self.state: JobStateName = "running"
         self.reason = ""
         self.step = 0  # optimizer steps done
+        self.begun = 0  # optimizer steps begun: one more than done while a step is under way, or two
         self.tokens = 0
         self.last_loss: float | None = None
         self.last_val_loss: float | None = None
@@ -111,15 +112,15 @@ class Job:
         return self.data.sampler.epoch_at(self.step)
 
     def next_work(self) -> StepWork:
-        """The next optimizer step's rows; read once, whatever schedule asks how often."""
-        if self._next is None or self._next.step != self.step:
-            self._next = StepWork(self.adapter, self.step, self.data.micro_batches(self.step))
+        """The rows of the next optimizer step to begin; read once, whatever schedule asks how often."""
+        if self._next is None or self._next.step != self.begun:
+            self._next = StepWork(self.adapter, self.begun, self.data.micro_batches(self.begun))
         return self._next
 
     def learning_rate(self) -> float:
         """Of the next step."""
         return learning_rate_at(
-            self.step,
+            self.begun,
             total_steps=self.total_steps,
             base=self.spec.learning_rate,
             kind=self.spec.lr_scheduler_type,
@@ -128,7 +129,16 @@ class Job:
 
     def due(self, every: int) -> bool:
         """Whether something done every `every` steps (0: only at the end) is due after this step."""
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+        return self._is_due(every, self.step)
+
+    def _is_due(self, every: int, step: int) -> bool:
+        return step == self.total_steps or (every > 0 and step % every == 0)
+
+    def ends_in_host_work(self) -> bool:
+        """Whether the step begun last is followed by what must be done before another one is begun: the
+        end, an evaluation or a checkpoint, which read the weights as that step leaves them."""
+        evaluated = len(self.data.val_rows) > 0 and self._is_due(self.spec.eval_steps, self.begun)
+        return evaluated or self._is_due(self.spec.save_steps, self.begun)
 
     def note_evaluation(self, val_loss: float) -> bool:
         """Take a validation loss in; True when it is the best so far (a tie keeps the earlier step)."""
@@ -174,7 +184,7 @@ class Job:
                     "resume with the same data file, or choose another output_dir"
                 )
         self._check_length(int(state["step"]), int(state["total_steps"]))
-        self.step = int(state["step"])
+        self.step = self.begun = int(state["step"])
         self.tokens = int(state["tokens"])
         self.last_loss = state["last_loss"]
         self.last_val_loss = state["last_val_loss"]

@@ -4,6 +4,9 @@ A round is a transaction. Gradients of all passes come first, every update comes
 error in between changes nothing: the round starts again with fewer rows in each pass, and since a job
 is a pure function the bits are those that the larger passes would have given. Each adapter's update is one
 more transaction, of that adapter alone.
+
+A round is started (queued, where the engine has a queue) and finished (read). Where the engine allows it
+(`Engine.queues_ahead`) the next one may be started in between.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TypeVar
 import torch
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.checkpointing import CUT_FIRST
-from gshare.agent.train.engine import Engine, Part, Row, mean_loss
+from gshare.agent.train.engine import Engine, Losses, Part, Row, Verdict, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,18 @@ class StepOutcome:
     error: Exception | None = None
     committed: bool = False  # the engine has made the update, if loss and norm are finite
     weights_finite: bool = True  # after an update that the engine made
+
+
+@dataclass
+class Round:
+    """A round under way. `error`: it could not be started, and nothing of it was changed."""
+
+    work: Sequence[StepWork]
+    rates: Sequence[float] | None
+    passes: Sequence[Sequence[Part]]
+    under_way: list[Losses] = field(default_factory=list)  # of the passes
+    verdicts: Callable[[], list[Verdict]] = list
+    error: Exception | None = None
 
 
 def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
@@ -97,53 +112,73 @@ class Rounds:
         self.more_memory = more_memory
 
     def run(self, work: Sequence[StepWork], rates: Sequence[float] | None = None) -> list[StepOutcome]:
-        """Losses and gradient norms of every adapter's step; the caller commits each with `update`.
+        """`start` and `finish`."""
+        return self.finish(self.start(work, rates))
+
+    def start(self, work: Sequence[StepWork], rates: Sequence[float] | None = None) -> Round:
+        """Start every adapter's step; never raises: what went wrong is dealt with by `finish`, when the round
+        before has been read.
 
         `rates` are the steps' learning rates: with them an engine may make the updates on the device.
-
-        An exception that is not an OOM is retried one adapter at a time, so that it ends only the one
-        that causes it.
         """
+        engine, adapters = self.engine, [w.adapter for w in work]
+        started = Round(work, rates, split_passes(work, self.max_tokens))
         try:
-            return self._run_fused(work, rates)
+            engine.begin_round(adapters)
+            started.under_way += [engine.queue(parts) for parts in started.passes]
+            started.verdicts = engine.finish_round(adapters, [w.step + 1 for w in work], rates)
+        except Exception as error:
+            # The frames of the traceback hold the activations that there was no room beside.
+            started.error = error.with_traceback(None) if is_out_of_memory(error) else error
+        return started
+
+    def finish(self, started: Round) -> list[StepOutcome]:
+        """Losses and gradient norms of every adapter's step; the caller commits each with `update`.
+
+        A round that ran out of memory is started again with less in each pass. Any other exception is
+        retried one adapter at a time, so that it ends only the one that causes it.
+        """
+        work, rates = started.work, started.rates
+        try:
+            started = self._until_started(started)
         except Exception as error:
             if len(work) == 1:
                 return [StepOutcome(work[0], error=error)]
             log.warning("round of %d adapters failed (%s); running each alone", len(work), error)
-        outcomes = []
-        for index, one in enumerate(work):
-            try:
-                outcomes += self._run_fused([one], None if rates is None else [rates[index]])
-            except Exception as error:
-                outcomes.append(StepOutcome(one, error=error))
-        return outcomes
+            outcomes = []
+            for index, one in enumerate(work):
+                outcomes += self.run([one], None if rates is None else [rates[index]])
+            return outcomes
+        try:
+            return _read(started)
+        except Exception as error:  # updates may have been made: nothing is tried a second time
+            return [StepOutcome(one, error=error) for one in work]
 
-    def _run_fused(self, work: Sequence[StepWork], rates: Sequence[float] | None) -> list[StepOutcome]:
-        while True:
-            passes = split_passes(work, self.max_tokens)
-            try:
-                return self._attempt(work, passes, rates)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                largest = max(sum(part.tokens for part in one) for one in passes)
-                single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
-                if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
-                    self.engine.checkpointing = True
-                    log.warning("out of memory at %d tokens a pass; recomputing activations", largest)
-                elif single:
-                    if self.more_memory():
-                        continue
-                    raise OutOfMemory(
-                        f"out of memory with one row of {largest} tokens in the pass and activations "
-                        "recomputed; lower max_length"
-                    ) from error
-                else:
-                    self.max_tokens = max(largest // 2, 1)
-                    log.warning(
-                        "out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens
-                    )
+    def _until_started(self, started: Round) -> Round:
+        """The round as it is under way at last; raises what smaller passes do not mend."""
+        while started.error is not None:
+            self._make_room(started.passes, started.error)
             self._empty_cache()
+            started = self.start(started.work, started.rates)
+        return started
+
+    def _make_room(self, passes: Sequence[Sequence[Part]], error: Exception) -> None:
+        """Let the next attempt need less, or have more; raises when neither can be done, or help."""
+        if not is_out_of_memory(error):
+            raise error
+        largest = max(sum(part.tokens for part in one) for one in passes)
+        single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
+        if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
+            self.engine.checkpointing = True
+            log.warning("out of memory at %d tokens a pass; recomputing activations", largest)
+        elif not single:
+            self.max_tokens = max(largest // 2, 1)
+            log.warning("out of memory at %d tokens a pass; going on with %d", largest, self.max_tokens)
+        elif not self.more_memory():
+            raise OutOfMemory(
+                f"out of memory with one row of {largest} tokens in the pass and activations "
+                "recomputed; lower max_length"
+            ) from error
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> bool:
         """Commit one adapter's step; whether all its weights are numbers then.
@@ -180,26 +215,6 @@ class Rounds:
         if self.engine.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _attempt(
-        self, work: Sequence[StepWork], passes: list[list[Part]], rates: Sequence[float] | None
-    ) -> list[StepOutcome]:
-        engine, outcomes = self.engine, {w.adapter.name: StepOutcome(w) for w in work}
-        adapters = [w.adapter for w in work]
-        engine.begin_round(adapters)
-        under_way = [(parts, engine.queue(parts)) for parts in passes]
-        verdicts = engine.finish_round(adapters, [w.step + 1 for w in work], rates)
-        for parts, running in under_way:
-            for part, losses in zip(parts, running.losses(), strict=True):
-                outcome = outcomes[part.adapter.name]
-                outcome.losses += losses
-                outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
-        for w, verdict in zip(work, verdicts, strict=True):
-            outcome = outcomes[w.adapter.name]
-            outcome.loss = mean_loss(outcome.losses, w.label_tokens)
-            outcome.grad_norm, outcome.committed = verdict.norm, verdict.committed
-            outcome.weights_finite = verdict.finite
-        return list(outcomes.values())
-
     def evaluate(self, work: Sequence[tuple[Adapter, Sequence[Row]]]) -> list[float]:
         """Mean validation loss of each adapter over its rows, fused; NaN when not finite."""
         as_steps = [StepWork(adapter, 0, [rows]) for adapter, rows in work]
@@ -222,3 +237,19 @@ class Rounds:
                 self.max_tokens = max(largest // 2, 1)
                 continue
             return [mean_loss(losses[w.adapter.name], w.label_tokens) for w in as_steps]
+
+
+def _read(started: Round) -> list[StepOutcome]:
+    """Waits for the device."""
+    outcomes = {w.adapter.name: StepOutcome(w) for w in started.work}
+    for parts, running in zip(started.passes, started.under_way, strict=True):
+        for part, losses in zip(parts, running.losses(), strict=True):
+            outcome = outcomes[part.adapter.name]
+            outcome.losses += losses
+            outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
+    for w, verdict in zip(started.work, started.verdicts(), strict=True):
+        outcome = outcomes[w.adapter.name]
+        outcome.loss = mean_loss(outcome.losses, w.label_tokens)
+        outcome.grad_norm, outcome.committed = verdict.norm, verdict.committed
+        outcome.weights_finite = verdict.finite
+    return list(outcomes.values())

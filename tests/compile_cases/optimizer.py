@@ -14,6 +14,7 @@ def cases() -> list[tuple[Any, ...]]:
     from gshare.kernels.adamw_8bit_triton import adamw_8bit_kernel
     from gshare.kernels.adamw_triton import adamw_kernel
     from gshare.kernels.grad_norm_triton import LANES, norms_kernel, square_sums_kernel
+    from gshare.kernels.health_triton import health_kernel
     from gshare.kernels.slot_table import BLOCK
 
     tables = {"slots_ptr": "*i64", "blocks_ptr": "*i32"}
@@ -34,6 +35,8 @@ def cases() -> list[tuple[Any, ...]]:
         signature = {**flats, "compute_ptr": compute, **tables, **of_adapter}
         constexprs = {"BLOCK": BLOCK, "HAS_COMPUTE": compute == "*bf16", "HAS_OVERFLOW": True, "ZERO": True}
         found.append((adamw_kernel, signature, constexprs, 8, 3, EXACT))
+    judged = {name: kind for name, kind in of_adapter.items() if name != "hyper_ptr"}
+    found.append((health_kernel, {"health_ptr": "*i32", "cells_ptr": "*i64", **judged}, {}, 1, 3, EXACT))
     flats = dict.fromkeys(("params_ptr", "grads_ptr"), "*fp32")
     state = {"codes1_ptr": "*u8", "codes2_ptr": "*u8", "floats1_ptr": "*fp32", "floats2_ptr": "*fp32"}
     tables = {"lookup_ptr": "*fp32", "matrices_ptr": "*i64", "groups_ptr": "*i32"}

@@ -151,6 +151,7 @@ def make_runner(
     schedule: str = "synchronized",
     max_tokens: int = 16384,
     max_adapters: int = 0,
+    on_pass: Callable[[Sequence[tuple[str, int]]], None] = lambda in_flight: None,
 ) -> Runner:
     return Runner(
         model_dir=checkpoint,
@@ -160,7 +161,7 @@ def make_runner(
         max_adapters_per_pass=max_adapters,
         device=str(base.device),
         on_event=on_event,
-        on_pass=lambda in_flight: None,
+        on_pass=on_pass,
         backend=backend or new_backend(),
         base=base,
     )

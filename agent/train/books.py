@@ -1,0 +1,174 @@
+"""The runner's books: every job's state, its files, and what is said of it.
+
+Files are written by `CheckpointWriter`'s thread from host snapshots; a job whose files cannot be written
+ends, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.events import (
+    ENDED,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    JobChanged,
+    JobStateName,
+    LastLosses,
+    Stepped,
+    TrainerMessage,
+)
+from gshare.agent.jobs.schedules import Schedule
+from gshare.agent.trace import Tracer
+from gshare.agent.train.checkpoint import Snapshot, adapter_config
+from gshare.agent.train.checkpoint_writer import CheckpointWriter, Kind
+from gshare.agent.train.gpu_guard import NoGuard
+from gshare.agent.train.job import Job
+from gshare.agent.train.out_of_memory import whose_limit
+
+log = logging.getLogger(__name__)
+
+
+class Books:
+    """Jobs by name, in order of admission, ended ones included."""
+
+    def __init__(
+        self,
+        *,
+        emit: Callable[[Event], None],
+        schedule: Schedule,
+        guard: NoGuard,
+        tracer: Tracer,
+        model_dir: Path,
+        fingerprint: dict[str, str],
+    ) -> None:
+        self.emit = emit
+        self.schedule = schedule
+        self.guard = guard
+        self.tracer = tracer
+        self.fingerprint = fingerprint
+        self.writer = CheckpointWriter()
+        self.jobs: dict[str, Job] = {}
+        self._model_dir = model_dir
+
+    def find(self, name: str) -> Job:
+        """UsageError for a job that was never here."""
+        if name not in self.jobs:
+            known = ", ".join(self.jobs) or "none"
+            raise UsageError(f"no job named {name!r} in this trainer; its jobs: {known}")
+        return self.jobs[name]
+
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs.values() if job.state == "running"]
+
+    def say(self, level: Literal["info", "warning", "error"], text: str, job: str = "") -> None:
+        self.emit(TrainerMessage(level=level, text=text, job=job))
+
+    # ------------------------------------------------------------------ states
+
+    def change(self, job: Job, state: JobStateName, reason: str, last: LastLosses | None = None) -> None:
+        job.state, job.reason = state, reason
+        self.emit(
+            JobChanged(
+                job=job.name,
+                state=state,
+                step=job.step,
+                total_steps=job.total_steps,
+                reason=reason,
+                last=last,
+            )
+        )
+
+    def finish(self, job: Job) -> None:
+        """Its last step is done: save, and end as `completed` once the files stand."""
+        self.save(job, "final")
+        self.writer.flush()
+        self.collect_writer_errors()
+        if job.state == "running":
+            self.end(job, "completed", "")
+
+    def diverge(self, job: Job, what: str) -> None:
+        """Nothing more of this job is saved: what is on disk is from when its values were numbers."""
+        kept = (
+            f"its newest checkpoint is of step {job.saved_step}"
+            if job.saved_step > 0
+            else "no checkpoint was due yet"
+        )
+        self.end(
+            job, "diverged", f"{what} not finite at step {job.step}; {kept}; a lower learning_rate may help"
+        )
+
+    def fail(self, job: Job, error: Exception) -> None:
+        log.error("job %s failed", job.name, exc_info=error)
+        self.end(job, "failed", self.reason(error))
+
+    def reason(self, error: Exception) -> str:
+        """One line for people; of an out-of-memory error under a reservation, whose limit it was."""
+        if whose := whose_limit(error, self.guard):
+            return whose
+        return str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
+
+    def end(self, job: Job, state: JobStateName, reason: str) -> None:
+        """After its files; a job that has ended meanwhile (they could not be written) stays as it is."""
+        self.writer.flush()
+        self.collect_writer_errors()
+        if job.state not in ENDED:
+            self._leave(job, state, reason)
+
+    def _leave(self, job: Job, state: JobStateName, reason: str) -> None:
+        self.schedule.forget(job.name)
+        job.adapter.close()
+        self.change(job, state, reason)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, job: Job, kind: Kind) -> None:
+        """Hand a host snapshot to the writer; `kind` is step, best or final."""
+        if kind == "step" and job.saved_step == job.step:
+            return
+        assert job.begun == job.step, f"{job.name}: the weights are those of step {job.begun} already"
+        if kind == "step":
+            job.saved_step = job.step
+        with self.tracer.span("Save", kind=kind):
+            snapshot = Snapshot(
+                job=job.name,
+                step=job.step,
+                adapter=job.adapter.parameters(),
+                optimizer=job.adapter.optimizer_tensors() if kind == "step" else {},
+                state={**job.counters(), "fingerprint": self.fingerprint},
+            )
+            self.writer.submit(
+                snapshot,
+                job.output_dir,
+                kind,
+                adapter_config=adapter_config(job.spec, str(self._model_dir)),
+                save_total_limit=job.spec.save_total_limit,
+            )
+        self.guard.record("save")
+
+    def collect_writer_errors(self) -> None:
+        """Tell what the writer's thread did since the last look; a failed save ends its job."""
+        for result in self.writer.results():
+            if result.error is None:
+                self.emit(CheckpointSaved(job=result.job, step=result.step, path=str(result.path)))
+                continue
+            job = self.jobs.get(result.job)
+            if job is not None and job.state not in ENDED:
+                self._leave(job, "failed", f"checkpoint of step {result.step} was not saved: {result.error}")
+
+    def record(self, job: Job, event: Stepped | Evaluated, *, type: str) -> bool:
+        """Append to metrics.jsonl; a full disk ends the job (its last checkpoint stays)."""
+        fields = msgspec.structs.asdict(event)
+        del fields["job"]
+        try:
+            job.append_metrics({"type": type, **fields})
+        except OSError as error:
+            self.fail(job, GshareError(f"{job.output_dir / 'metrics.jsonl'}: {error.strerror}"))
+            return False
+        return True
