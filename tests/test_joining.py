@@ -1,4 +1,4 @@
-"""Clients that join a running trainer instead of loading the base again: real processes, an engine of straw."""
+"""Clients that join a running trainer instead of loading the base again: real processes, engine of straw."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_everybody_stopping_while_the_base_is_loaded_ends_the_trainer(
 
 
 def test_a_trainer_that_is_just_exiting_costs_no_error(config: TrainerConfig, tmp_path: Path) -> None:
-    """Clients that come as the last one leaves, again and again: each is trained, by one trainer or another."""
+    """Clients that come as the last one leaves, again and again: each is trained, by whatever trainer."""
     for number in range(8):
         first = Client(config, [job(f"a{number}", tmp_path, "steps=3")], "A")
         wait_for(lambda first=first: first.supervisor.table.active() == [])

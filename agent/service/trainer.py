@@ -113,6 +113,7 @@ class Trainer:
         self._fingerprint: dict[str, str] = {}
         self._warned: set[str] = set()
         self._terminating = False
+        self._leaving = False
 
     def listen(self) -> None:
         """To be called before `run`. Raises `OSError` when the socket cannot be made."""
@@ -135,6 +136,7 @@ class Trainer:
             code, reason = error.exit_code, str(error)
         except _Ended as end:
             code, reason = end.code, end.reason
+        self._leaving = True
         if self._desk.runner is not None:
             self._desk.runner.close()
         return self._leave(code, reason)
@@ -253,10 +255,10 @@ class Trainer:
         return code
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminating = True
         if self._desk.runner is None:
             # Loading may take minutes, and there is nothing to checkpoint yet.
-            raise _Ended(EXIT_SIGTERM, "SIGTERM")
-        self._terminating = True
+            self._end_now(EXIT_SIGTERM, "SIGTERM")
 
     def _client_left(self, connection: Connection) -> None:
         """From the server's thread. The main thread may be loading the base, for minutes and for nobody."""
@@ -266,7 +268,13 @@ class Trainer:
 
     def _on_nobody_left(self, number: int, frame: FrameType | None) -> None:
         if self._loading and self._nobody_left:
-            raise _Ended(EXIT_OK, "its clients left while it loaded the base")
+            self._end_now(EXIT_OK, "its clients left while it loaded the base")
+
+    def _end_now(self, code: int, reason: str) -> None:
+        """From a signal's handler, once: what it raises must not come again while the trainer leaves."""
+        if not self._leaving:
+            self._leaving = True
+            raise _Ended(code, reason)
 
     @property
     def _nobody_left(self) -> bool:
