@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from gshare.agent.jobs.events import Stepped, TrainerMessage
-from gshare.agent.service import registry
+from gshare.agent.service import protocol, registry
 from gshare.agent.service.client import TrainerClient
+from gshare.agent.service.hold import spawn_trainer
 from gshare.agent.service.joining import with_identity
 from gshare.agent.service.registry import TrainerConfig
 
@@ -174,6 +175,22 @@ def test_everybody_stopping_while_the_base_is_loaded_ends_the_trainer(
     wait_for(lambda: b.supervisor._finder.asking)
     stop(a, b)
     wait_for(lambda: not list(registry.trainer_dirs()), 10.0)
+
+
+def test_who_only_looks_does_not_end_a_trainer_that_loads(
+    config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gshare jobs` may be there and gone before the client that has started the trainer."""
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", "sleep=1")
+    spawned = spawn_trainer(config)
+    TrainerClient(spawned.directory, "looks").close()
+    client = TrainerClient(spawned.directory, "owner")
+    done = client.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=3")])
+    assert isinstance(done, protocol.Done)
+    assert done.jobs == ["a"]
+    client.close()
+    assert spawned.process.wait(20) == 0
+    spawned.release()
 
 
 def test_a_trainer_that_is_just_exiting_costs_no_error(config: TrainerConfig, tmp_path: Path) -> None:
