@@ -157,7 +157,7 @@ def test_a_stop_while_the_base_is_loaded_leaves_the_trainer_to_the_others(
     a = Client(config, [job("a", tmp_path, LONG)], "A")
     wait_for(lambda: bool(registry.live_trainers()))
     b = Client(config, [job("b", tmp_path, "steps=9")], "B")
-    wait_for(lambda: b.supervisor._finder.asking)
+    wait_for(lambda: b.supervisor.finder.asking)
     a.stop.exit_code = 130
     assert b.wait() == 0
     assert b.supervisor.joined
@@ -172,7 +172,7 @@ def test_everybody_stopping_while_the_base_is_loaded_ends_the_trainer(
     a = Client(config, [job("a", tmp_path, LONG)], "A")
     wait_for(lambda: bool(registry.live_trainers()))
     b = Client(config, [job("b", tmp_path, LONG)], "B")
-    wait_for(lambda: b.supervisor._finder.asking)
+    wait_for(lambda: b.supervisor.finder.asking)
     stop(a, b)
     wait_for(lambda: not list(registry.trainer_dirs()), 10.0)
 

@@ -84,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def on_event(event: Event) -> None:
         # The first word of a trainer that reserves: it has its memory, or waits for it. What is said while a
         # trainer is still looked for is none.
-        if isinstance(event, TrainerMessage) and event.level != "error" and (connected or supervisor.asking):
+        if (
+            isinstance(event, TrainerMessage)
+            and event.level != "error"
+            and (connected or supervisor.finder.asking)
+        ):
             tell_ready()
         sinks.take(event)
         if not isinstance(event, Stepped):  # those are in metrics.jsonl

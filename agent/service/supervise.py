@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 import msgspec
 from gshare.agent.errors import (
@@ -29,7 +27,6 @@ from gshare.agent.errors import (
     EXIT_SIGTERM,
     GshareError,
     RetryLater,
-    Stopped,
 )
 from gshare.agent.jobs import suspects
 from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, Stepped, TrainerMessage
@@ -60,6 +57,7 @@ from gshare.agent.service.registry import (
     record_finished,
     take_over,
 )
+from gshare.agent.service.stopping import StopRequest
 from gshare.agent.service.table import JobTable
 
 #: How long the client waits for a trainer that nobody uses any more: its memory should be free on return.
@@ -73,33 +71,6 @@ MOVE_SECONDS = 60.0
 #: A trainer that nobody else uses ends half a second after the last client.
 HANG_UP_SECONDS = 2.0
 _POLL = 0.1  # seconds; the longest a signal or the screen waits
-
-
-@dataclass
-class StopRequest:
-    """Set by the first signal; the second raises `Stopped` where the main thread is."""
-
-    exit_code: int | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        code = EXIT_SIGTERM if number == signal.SIGTERM else EXIT_SIGINT
-        if self.exit_code is not None:
-            raise Stopped("left at once; the trainer checkpoints and stops the jobs by itself", code)
-        self.exit_code = code
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Handles SIGINT, SIGTERM and SIGHUP, save those that the shell has set to ignore (nohup, `&`)."""
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.getsignal(number) for number in signals}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self)
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @dataclass
@@ -134,7 +105,7 @@ class Supervisor:
             self.table.add(
                 JobStatus(job=request.spec.name, state="queued", output_dir=request.spec.output_dir)
             )
-        self._finder = Finder(self.config, self.client, names, self.on_event)
+        self.finder = Finder(self.config, self.client, names, self.on_event)
         self._searching: tuple[str, ...] | None = (
             None  # jobs to be submitted to the trainer that is looked for
         )
@@ -205,24 +176,19 @@ class Supervisor:
         """Whether the trainer that runs now was started by another client."""
         return isinstance(self._trainer, Joined)
 
-    @property
-    def asking(self) -> bool:
-        """Whether a trainer has been asked to make room and has not answered."""
-        return self._finder.asking
-
     def _start(self, action: suspects.StartTrainer) -> None:
         self._here = set()
         self._waiting = {}
         self._answered_once = False
         self._closed = action.alone
         self._searching = action.jobs
-        self._finder.search(
+        self.finder.search(
             self._config(), alone=action.alone, never_open=action.alone and self._machine.isolated
         )
 
     def _search(self, jobs: tuple[str, ...]) -> None:
         try:
-            found = self._finder.poll(_POLL)
+            found = self.finder.poll(_POLL)
         except RetryLater as error:
             self._searching = None
             self._exit_code = EXIT_RETRY
@@ -285,7 +251,7 @@ class Supervisor:
         """What the trainer says from now on of this client's jobs does not matter: they go on elsewhere."""
         assert self._trainer is not None
         assert self._connection is not None
-        self._finder.leave(self._trainer.directory)
+        self.finder.leave(self._trainer.directory)
         self._connection.close()
         self._trainer.release()
         self._trainer.wait_gone(HANG_UP_SECONDS)
@@ -295,19 +261,19 @@ class Supervisor:
         """While this client's own trainer waits for memory: whether another one has room now."""
         own = self._trainer
         if self._answered_once or not isinstance(own, Spawned) or self._closed or not self.config.join_key:
-            self._finder.cancel()
+            self.finder.cancel()
             return
         if self.config.gpu is None:
             return  # nothing to wait for
-        if not self._finder.asking:
+        if not self.finder.asking:
             if time.monotonic() < self._next_switch:
                 return
             self._next_switch = time.monotonic() + SWITCH_SECONDS
             assert self._connection is not None
             if not any(status.position for status in self._connection.jobs()):
                 return  # it has its memory and loads the base
-            self._finder.switch(own)
-        found = self._finder.poll_switch()
+            self.finder.switch(own)
+        found = self.finder.poll_switch()
         if found is not None:
             jobs = tuple(job for jobs in self._waiting.values() for job in jobs)
             self._hang_up()
@@ -390,7 +356,7 @@ class Supervisor:
         for job in self._by_name:
             if job not in self._here:
                 self._end(job, "stopped", "stopped before it was started")
-        self._finder.cancel()
+        self.finder.cancel()
         self._searching = None
         if self._connection is None or self._trainer is None:
             return
@@ -454,7 +420,7 @@ class Supervisor:
 
     def _leave(self) -> None:
         """Hangs up, which ends the trainer unless others use it, and waits for it."""
-        self._finder.cancel()
+        self.finder.cancel()
         others = 0
         if self._connection is not None:
             if self._answered_once and not self.table.active():
