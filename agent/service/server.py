@@ -33,6 +33,7 @@ from gshare.agent.service.protocol import (
     FromClient,
     Jobs,
     JobStatus,
+    JoinTrainer,
     ListJobs,
     Refused,
     Request,
@@ -64,6 +65,8 @@ class Connection:
     jobs: frozenset[str] = frozenset()  # empty: all
     seq: int = 0  # the last durable event sent
     detached: bool = False
+    brings_jobs: bool = False  # it has submitted some, or asked to; else it only looks
+    closed: bool = False  # the client is gone; what it asked for before may still be queued
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,19 @@ class Server:
         job_list: Callable[[], list[JobStatus]],
         commands: queue.SimpleQueue[Command],
         submitted: Callable[[SubmitJobs, str], None] = lambda request, client: None,
+        on_left: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        """`submitted` hears of jobs, and of the client they are of, when they arrive; the command follows."""
+        """`submitted` hears of jobs, and of the client they are of, when they arrive; the command follows.
+
+        `on_left` is called when a client has gone. Both from the server's thread.
+        """
         self._path = path
         self._journal = journal
         self._hello = hello
         self._job_list = job_list
         self._commands = commands
         self._submitted = submitted
+        self._on_left = on_left
         self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_key = 1
@@ -115,11 +123,17 @@ class Server:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self.ever_connected = False
+        self._ever_owned = False
 
     @property
     def clients(self) -> int:
         """Clients connected now, hello done."""
         return len(self._connections)
+
+    @property
+    def owners_left(self) -> bool:
+        """Clients have brought jobs, or asked to, and none of them is connected any more."""
+        return self._ever_owned and not any(one.brings_jobs for one in list(self._connections.values()))
 
     def start(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,7 +215,9 @@ class Server:
         finally:
             if connection is not None:
                 del self._connections[connection.key]
+                connection.closed = True
                 self._commands.put(Command(connection, None))
+                self._on_left(connection)
             self._tasks.discard(task)
             writer.close()
             # close() flushes first, and one who does not read would keep the socket, and itself, waiting.
@@ -302,12 +318,15 @@ class Server:
         if isinstance(request, Follow):
             self._reply(connection, self._follow(connection, request))
         elif isinstance(request, ListJobs):
-            self._reply(connection, Jobs(reply_to=request.id, jobs=self._job_list()))
+            jobs = Jobs(reply_to=request.id, jobs=self._job_list(), clients=len(self._connections))
+            self._reply(connection, jobs)
         else:
             if isinstance(request, Detach):
                 connection.detached = True
                 self._reply(connection, Done(reply_to=request.id))
                 return
+            if isinstance(request, SubmitJobs | JoinTrainer):
+                connection.brings_jobs = self._ever_owned = True
             if isinstance(request, SubmitJobs):
                 self._submitted(request, connection.client)
             self._commands.put(Command(connection, request))
