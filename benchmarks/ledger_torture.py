@@ -414,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     base = arguments.dir or Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     if arguments.no_lock:
-        store.take_lock = lambda fd, path, deadline: None
+        store.take_lock = lambda fd, directory, path, deadline: None
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
         f"Python {platform.python_version()}, ledger on {base}, lock {'off' if arguments.no_lock else 'on'}"
