@@ -23,7 +23,7 @@ from gshare.agent.vram.paths import LOCK
 #: the blocking call does (32 processes on two busy cores, p99 of reserve plus release: 16-17 ms, both); 4 ms
 #: cost 40-110. While a stopped process has the lock, 32 waiters take half a core so.
 _FIRST_PAUSE, _PAUSE = 0.0003, 0.001
-#: Longest wait of 64 processes that take the lock all the time, 2 ms each, on two cores: 0.32 s. With no turns
+#: Longest wait of 64 processes that take the lock all the time, 2 ms each, on two cores: 0.32 s; no turns:
 #: 0.9 s, or 1.8 s where those who have waited for 1 s ask every 50 ms; 0.39 s in the kernel's own queue.
 TURN_S, COURTESY_S = 0.02, 0.25
 
