@@ -39,9 +39,12 @@ def take_lock(fd: int, directory: int, path: Path, deadline: float) -> None:
     try:
         while True:
             waited = time.monotonic() - begin
-            if not ours and waited >= TURN_S:
-                ours = _try_flock(directory, fcntl.LOCK_EX)
-            if (ours or waited >= COURTESY_S or _nobodys_turn(directory)) and _try_flock(fd, fcntl.LOCK_EX):
+            if waited < TURN_S:
+                may_ask = _nobodys_turn(directory)
+            else:
+                ours = ours or _try_flock(directory, fcntl.LOCK_EX)
+                may_ask = ours or waited >= COURTESY_S
+            if may_ask and _try_flock(fd, fcntl.LOCK_EX):
                 return
             if begin + waited > deadline:
                 raise GshareError(
