@@ -37,11 +37,10 @@ from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import Tracer
-from gshare.agent.vram.paths import LOCK, make_lock, open_directory
+from gshare.agent.vram.paths import LOCK, TEMPORARY, make_lock, open_directory
 from gshare.agent.vram.turns import take_lock
 
 QUARANTINE = "quarantine"
-TEMPORARY = ".tmp-"
 
 #: Decisions take about a millisecond; a lock held this long belongs to a stopped process.
 LOCK_SECONDS = 30.0
