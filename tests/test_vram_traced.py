@@ -18,7 +18,7 @@ ROOMS = ("agent", "cli", "coordinator", "tui")
 #: Modules whose every public function is an operation that somebody may call.
 OPERATIONS = ("ledger", "guard", "queue", "status", "repair", "watch", "mps")
 #: Modules that touch the ledger's own files: there a span alone does not say which part is slow.
-PHASED = ("store", "paths", "turns")
+PHASED = ("store", "paths", "turns", "uses")
 
 #: Own I/O of these is no cost of sharing, or cannot be measured; what they call is looked at all the same.
 EXEMPT = {

@@ -5,7 +5,7 @@
     row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
     wait-ID.json        one queued request    wait-ID.life   the same; modified when its holder looked last
     lease-ID.json       a reservation without a process; it runs out instead
-    use-ID.life         the gshare that runs inside the `gpu run` of this reservation and uses it
+    use-ID.life         the gshare that runs inside the `gpu run` of this reservation and uses it: uses.py
     mps-ID.json         the part of the GPU's threads that this reservation's process has under MPS
     passes-UID.json     how often this user's requests passed each waiter
     quarantine/         damaged rows that `gpu repair` took out
