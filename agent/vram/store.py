@@ -143,7 +143,15 @@ class Store:
             raise
         os.fsync(self.directory)
         named = stamp(name, self.directory)  # the renaming changed it too, but neither content nor its time
-        return named if named is not None and named[:-1] == made[:-1] else NEVER
+        if named is None or named[:-1] != made[:-1] or not self._has(name, data):
+            return NEVER  # the content last: its time may have been set back just before the stamp
+        return named
+
+    def _has(self, name: str, data: bytes) -> bool:
+        try:
+            return self.read(name) == data
+        except Unreadable:
+            return False
 
     def _set_owner(self, fd: int, replaced: str) -> None:
         mode = 0o644
