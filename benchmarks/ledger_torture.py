@@ -38,7 +38,7 @@ from typing import NamedTuple
 import msgspec
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import DISABLED, PHASES, Tracer
-from gshare.agent.vram import store
+from gshare.agent.vram import paths, store
 from gshare.agent.vram.ledger import Grant, Ledger, Wanted
 from gshare.agent.vram.queue import wait_for
 from gshare.agent.vram.rows import Row, decode_row
@@ -162,7 +162,8 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def torture_worker(ledger: Ledger, board: Board, worker: int, seed: int) -> None:
-    """The operations that this worker has still to do."""
+    """The operations that this worker has still to do, as a new process: it probes the directory first."""
+    paths._checked.clear()
     devices = ledger.source.devices()
     first = board.counted(worker, _DONE)
     rng = random.Random(seed * 1_000_003 + worker * 1009 + first)
@@ -249,6 +250,7 @@ def torture(processes: int, operations: int, kills: int, seed: int, folder: Path
     ledger.look()
     names = os.listdir(ledger.directory)
     left = [name for name in names if name != store.LOCK and not name.startswith("passes-")]
+    left += [path.name for path in folder.glob(f".{ledger.directory.name}-*")]
     most, holders = board.most_at_once()
     return Outcome(
         operations=board.total(_DONE),
@@ -414,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     base = arguments.dir or Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     if arguments.no_lock:
-        store.take_lock = lambda fd, path, deadline: None
+        store.take_lock = lambda fd, directory, path, deadline: None
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
         f"Python {platform.python_version()}, ledger on {base}, lock {'off' if arguments.no_lock else 'on'}"

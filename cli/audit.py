@@ -28,6 +28,7 @@ from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, give
 from gshare.cli.gpu_hold import hold_gpu, say
 from gshare.cli.gpu_plan import plan_gpu
 from gshare.cli.prepare import prepare, read_spec
+from gshare.cli.streams import stderr_console
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -87,7 +88,7 @@ def audit(
     from gshare.agent.service.environment import trainer_environment
 
     os.environ.update(trainer_environment())
-    console = Console(stderr=True)
+    console = stderr_console()
     model_dir, requests = prepare(run, console, resume=False)
     estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
     task = f"audit {', '.join(spec.name for spec in run.adapters)}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from gshare.agent.errors import EXIT_OK, UsageError
+from gshare.agent.errors import EXIT_OK, EXIT_RETRY, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.service.base_identity import base_identity
@@ -28,7 +28,7 @@ from gshare.cli.estimate import dry_run_json, run_estimate
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu, save_often
 from gshare.cli.prepare import prepare, read_spec
-from rich.console import Console
+from gshare.cli.streams import stderr_console
 from rich.text import Text
 
 #: Test hook: "module:class" of another engine, so that the processes can be tested without torch.
@@ -91,7 +91,7 @@ def finetune(
     if gpu_flags.experimental_mps:
         run = save_often(run)
     _check_output_dirs(run, resume=resume)
-    console = Console(stderr=True)
+    console = stderr_console()
     model_dir, requests = prepare(run, console, resume=resume)
     base = base_identity(model_dir)
     _check_prepared(run, base, requests)
@@ -99,10 +99,10 @@ def finetune(
     gpu = None
     if plan is not None:
         if plan.note:
-            console.print(Text(f"warning: {plan.note}"), soft_wrap=True)
+            console.print(Text(f"warning: {plan.note}"))
         task = f"finetune {', '.join(request.spec.name for request in requests)}"
         gpu = request_gpu(plan, estimate, task, shared=join and base is not None)
-        console.print(Text(budget_line(plan, gpu)), soft_wrap=True)
+        console.print(Text(budget_line(plan, gpu)))
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:
@@ -208,6 +208,6 @@ def _supervise(
     finally:
         sinks.close()
     view.finish()
-    if code not in (EXIT_OK, stop.exit_code) and supervisor.logs:
+    if code not in (EXIT_OK, EXIT_RETRY, stop.exit_code) and supervisor.logs:
         view.say(f"log of the trainer: {supervisor.logs[-1]}")
     return code

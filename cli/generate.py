@@ -94,9 +94,11 @@ def generate(
     from gshare.agent.base.config import read_config
     from gshare.agent.base.resolve import resolve_model
     from gshare.agent.data.build import load_tokenizer
-    from gshare.agent.train.peft_files import trained_dtype
+    from gshare.agent.train.peft_files import read_adapter_config, trained_dtype
     from gshare.agent.xdg import cache_dir
 
+    if adapter is not None:
+        read_adapter_config(adapter)
     dtype = base_dtype or (trained_dtype(adapter) if adapter is not None else None) or "bf16"
     model_dir = resolve_model(model, cache_dir=cache_dir(), base_dtype=dtype).path
     tokenizer = load_tokenizer(model_dir)

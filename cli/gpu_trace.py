@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.names import plain
-from gshare.agent.service.traces import find_trace
+from gshare.agent.service.traces import find_trace, known_traces
 from gshare.agent.trace import SharingReport
 from gshare.agent.trace_file import OLDER, Trace, read_trace
 from gshare.cli.gpu_view import show_age
@@ -17,7 +17,7 @@ from gshare.cli.gpu_view import show_age
 Flag = Annotated[bool, Parameter(negative=())]
 
 
-def trace(run: str, *, export: Path | None = None, json: Flag = False) -> None:
+def trace(run: str | None = None, *, export: Path | None = None, json: Flag = False) -> None:
     """Phases and spans of a run, and what sharing cost beside its steps.
 
     Parameters
@@ -29,6 +29,8 @@ def trace(run: str, *, export: Path | None = None, json: Flag = False) -> None:
     json
         Print one JSON object instead.
     """
+    if run is None:
+        raise UsageError(f"gpu trace: no run; name a job or a trace. Trainers with one: {known_traces()}")
     path = find_trace(run)
     if export is not None:
         _check_target(export, path)

@@ -10,6 +10,10 @@ import contextlib
 import io
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ClosedStream(io.TextIOWrapper):
@@ -49,6 +53,13 @@ class Stdout(io.TextIOWrapper):
         except OSError as error:
             self.fault = error
             raise
+
+
+def stderr_console() -> Console:
+    """rich on stderr. Lines are wrapped for a terminal alone: in a file 80 columns are nobody's width."""
+    from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=not sys.stderr.isatty())
 
 
 def say(text: str) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+import sys
+from pathlib import Path
 
 import pytest
 from gshare.agent.jobs.events import Evaluated, JobChanged, Stepped, TrainerMessage
 from gshare.cli.board import Board, duration
 from gshare.cli.live import LiveView, PlainView, live_table, make_view, print_leaderboard
+from gshare.cli.streams import stderr_console
 from rich.console import Console
+from rich.text import Text
 
 
 def step(job: str, number: int, total: int = 100, tokens: int = 100) -> Stepped:
@@ -118,3 +122,20 @@ def test_without_a_terminal_lines_are_plain_and_steps_few(
     assert [line.split()[2] for line in lines] == ["1", "35", "69", "100"]
     assert "333 tok/s" in lines[-1]
     assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_stderr_is_wrapped_for_a_terminal_alone(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    stderr_console().print(Text("word " * 60 + "end"))
+    assert (len(capsys.readouterr().err.splitlines()) > 1) is terminal
+
+
+def test_both_commands_that_show_progress_use_it() -> None:
+    """One of their own would wrap at 80 columns in a file; the live table is for terminals alone."""
+    cli = Path(__file__).resolve().parent.parent / "cli"
+    makers = {path.name for path in cli.glob("*.py") if "Console(stderr=True" in path.read_text("utf-8")}
+    assert makers == {"live.py", "streams.py"}

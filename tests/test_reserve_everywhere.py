@@ -3,6 +3,7 @@ reserved twice: simulated devices, real processes."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ import pytest
 import torch
 from gshare.agent.base import generate as base_generate
 from gshare.agent.base import load as base_load
+from gshare.agent.errors import GshareError
 from gshare.agent.jobs.spec import RunSpec
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
@@ -24,10 +26,12 @@ from gshare.agent.train import audit as train_audit
 from gshare.agent.train import peft_files
 from gshare.agent.train.audit import run_jobs
 from gshare.agent.vram import inherit as inherit_module
+from gshare.agent.vram import uses
 from gshare.agent.vram.guard import reserve
 from gshare.agent.vram.inherit import NotInherited, find_inheritable, inherit
 from gshare.agent.vram.ledger import Ledger, Wanted
 from gshare.agent.vram.rows import Row
+from gshare.agent.vram.uses import noted_mb
 from gshare.cli import finetune as command
 from gshare.cli.finetune_flags import ReserveFlags
 from gshare.cli.main import main
@@ -395,6 +399,79 @@ def test_the_row_is_neither_written_nor_grown_by_the_one_inside(ledger: Ledger) 
     assert in_a_child_of_the_holder(ledger, inside) == "3000 0"
 
 
+def test_a_proof_of_use_that_was_lost_is_put_back(ledger: Ledger) -> None:
+    def inside(row: Row) -> str:
+        warned: list[str] = []
+        devices = ledger.source.devices()
+        use = ledger.directory / f"use-{row.id}.life"
+        said = []
+        with inherit(ledger, row.id, devices=devices, budget_mb=2000, on_warning=warned.append) as mine:
+            mine.record_use("load", 700)
+            for _ in range(2):
+                use.unlink()
+                said.append(reason(ledger, row))  # the control: this is what others see until then
+                mine.keep()
+                said.append(f"{reason(ledger, row)} {noted_mb(ledger.directory, row.id)}")
+            (warning,) = warned
+            assert "something removed or damaged its files" in warning
+            use.unlink()
+            with inherit(ledger, row.id, devices=devices, budget_mb=500):
+                with pytest.raises(GshareError, match="another gshare uses reservation"):
+                    mine.keep()
+                assert noted_mb(ledger.directory, row.id) == 0
+        return " | ".join(said)
+
+    used, free = "another gshare uses it now 700", "inheritable 3000 on GPU-aaaa-1"
+    assert in_a_child_of_the_holder(ledger, inside) == " | ".join([free, used, free, used])
+    assert files(ledger) == []
+
+
+def test_what_is_used_inside_is_believed_of_a_living_process_of_this_user_alone(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inside(row: Row) -> str:
+        said = []
+        with inherit(ledger, row.id, devices=ledger.source.devices(), budget_mb=2000) as mine:
+            said.append(noted_mb(ledger.directory, row.id))
+            for mb in (1234567, 12):
+                mine.record_use("load", mb)
+                mine.record_use("step", mb)
+                said.append(noted_mb(ledger.directory, row.id))
+            with monkeypatch.context() as other_user:
+                other_user.setattr(uses.os, "geteuid", lambda: 54321)
+                said.append(noted_mb(ledger.directory, row.id))
+            os.pwrite(mine.life, b"-1 MiB    \n", 0)
+            said.append(noted_mb(ledger.directory, row.id))
+            mine.record_use("eval", 800)
+            fcntl.flock(mine.life, fcntl.LOCK_UN)  # as when it is dead
+            said.append(noted_mb(ledger.directory, row.id))
+        said.append(noted_mb(ledger.directory, row.id))
+        return str(said)
+
+    assert in_a_child_of_the_holder(ledger, inside) == "[0, 1234567, 12, 0, 0, 0, 0]"
+
+
+def test_gpu_run_sees_what_a_gshare_inside_uses_on_a_simulated_device(ledger: Ledger) -> None:
+    """Which is listed by no driver: the straw engine says 100 MiB."""
+    process = start(*under_run("50MiB", *finetune("a", LONG)))
+    read_until(process, "100 MiB used, 50 MiB reserved")
+    until(lambda: [row.peak_mb for row in standing(ledger)] == [100])
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize(("vram", "code"), [("50MiB", 1), ("200MiB", 0)])
+def test_strict_stops_a_gshare_inside_that_uses_too_much(ledger: Ledger, vram: str, code: int) -> None:
+    script = LONG if code else "steps=200,sleep=0.01"
+    before, after = under_run(vram)[:4], under_run(vram, *finetune("a", script))[4:]
+    process = start(*before, "--strict", *after)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == code, err
+    assert ("used 100 MiB, more than the 50 MiB reserved, and was stopped (--strict)" in err) == bool(code)
+    until(lambda: files(ledger) == [])
+
+
 def test_only_the_own_process_is_measured_inside_a_reservation_with_others(
     ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -596,6 +673,25 @@ def test_audit_that_does_not_fit_now_exits_75(
         assert main([*audit_arguments(tiny_checkpoint), "--vram", "3", "--no-wait-gpu"]) == 75
     assert "no memory now for audit a, b: 3072 MiB asked" in capsys.readouterr().err
     assert seen == []
+
+
+def test_generate_looks_for_its_adapter_before_it_reserves(
+    ledger: Ledger, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full device: who reserves first is told to come back later."""
+    arguments = [*HELLO, "--model", str(tiny_checkpoint), "--no-wait-gpu"]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text('{"r": 0}')
+    (broken / "adapter_model.safetensors").touch()
+    with take(ledger, 8500):
+        assert main(arguments) == 75  # the control
+        capsys.readouterr()
+        for adapter, says in ((tmp_path / "nowhere", "is missing"), (broken, "r must be a whole number")):
+            assert main([*arguments, "--adapter", str(adapter)]) == 2
+            err = capsys.readouterr().err
+            assert says in err
+            assert "GPU memory" not in err
 
 
 def test_generate_and_audit_use_the_reservation_of_gpu_run(ledger: Ledger, tiny_checkpoint: Path) -> None:

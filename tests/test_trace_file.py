@@ -267,6 +267,19 @@ def test_a_run_is_found_by_trainer_and_by_job(gpu_trace: Command) -> None:
     assert gpu_trace("../traces/abcd")[0] == 2
 
 
+def test_without_a_run_the_known_traces_are_named(gpu_trace: Command) -> None:
+    assert gpu_trace()[::2] == (
+        2,
+        "gshare: gpu trace: no run; name a job or a trace. Trainers with one: none\n",
+    )
+    for name in ("late", "early"):
+        write(traces.trace_path(name), span(STEP_SPAN, 1))
+    os.utime(traces.state_dir() / "traces" / "early.jsonl", (1, 1))
+    code, out, err = gpu_trace()
+    assert (code, out) == (2, "")
+    assert err.endswith("Trainers with one: early, late\n")
+
+
 def test_only_the_newest_traces_are_kept(gpu_trace: Command) -> None:
     for number in range(traces.TRACES_KEPT + 3):
         path = traces.trace_path(f"t{number:02}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.errors import GshareError, RetryLater
+from gshare.agent.vram import store
 from gshare.agent.vram.guard import reserve
 from gshare.agent.vram.ledger import Ledger
 from gshare.agent.vram.watch import run_program
@@ -216,6 +217,24 @@ def test_gpu_run_puts_its_row_back_while_the_program_runs(
         done.touch()
         assert watcher.line() == "code 7"
     assert files(ledger) == []
+
+
+def test_a_row_that_is_changed_before_its_writer_can_look_is_written_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the moment between the renaming and the look at the file's times."""
+    real = store.stamp
+
+    def late(path: str | Path, directory: int | None = None) -> store.Stamp | None:
+        monkeypatch.setattr(store, "stamp", real)
+        overwrite_in_place(ledger.directory, str(path).removeprefix("row-").removesuffix(".json"))
+        return real(path, directory)
+
+    monkeypatch.setattr(store, "stamp", late)
+    with take(ledger, 5000) as reservation:
+        assert rows(ledger) != {reservation.id: 5000}
+        reservation.keep()
+        assert rows(ledger) == {reservation.id: 5000}
 
 
 def test_a_look_asks_for_the_lock_for_a_second_at_most(

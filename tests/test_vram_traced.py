@@ -18,7 +18,7 @@ ROOMS = ("agent", "cli", "coordinator", "tui")
 #: Modules whose every public function is an operation that somebody may call.
 OPERATIONS = ("ledger", "guard", "queue", "status", "repair", "watch", "mps")
 #: Modules that touch the ledger's own files: there a span alone does not say which part is slow.
-PHASED = ("store", "paths")
+PHASED = ("store", "paths", "turns", "uses")
 
 #: Own I/O of these is no cost of sharing, or cannot be measured; what they call is looked at all the same.
 EXEMPT = {
@@ -54,7 +54,7 @@ def test_the_walk_sees_the_io_of_every_module_that_has_some() -> None:
     """Else "no fault" could be had by not looking: one known I/O function of each."""
     found = the_package().io_functions()
     assert {
-        *("store.Store.write", "store.take_lock", "paths.flock_fault", "clock.stat_fields"),
+        *("store.Store.write", "turns._try_flock", "paths.flock_fault", "clock.stat_fields"),
         *("queue._sleep", "nvml.NvmlDevices._memory", "simulated.SimulatedDevices._load"),
         *("settings.read_toml", "owners.named_reservation", "watch._watch"),
         "devices.read_host_memory",
@@ -82,7 +82,7 @@ def test_a_span_taken_out_of_the_ledger_is_found() -> None:
     package = Package(sources)
     faults = package.faults(package.entries(["ledger"], []), exempt=EXEMPT, phased=PHASED)
     assert {fault.lacks for fault in faults} == {"span"}
-    assert "store.take_lock" in {fault.function for fault in faults}
+    assert "turns._try_flock" in {fault.function for fault in faults}
 
 
 #: A module as agent/vram's are; each case below takes one thing out of it.

@@ -116,9 +116,11 @@ class MemoryEstimate:
         return next(part.nbytes for part in self.parts if part.name == name)
 
     def table(self) -> str:
-        """Lines for `--dry-run`: part, MiB, what it is."""
-        rows = [(part.name, part.nbytes, part.note) for part in self.parts]
+        """Lines for `--dry-run`: part, MiB, what it is. Above the total what is in it, below it the rest."""
+        inside = [part for part in self.parts if self.device == "cpu" or not part.host]
+        rows = [(part.name, part.nbytes, part.note) for part in inside]
         rows.append(("total", self.total, "peak on the CPU" if self.device == "cpu" else "peak on the GPU"))
+        rows += [(p.name, p.nbytes, f"{p.note}; in main memory") for p in self.parts if p not in inside]
         return "\n".join(f"{name:<12} {nbytes / 2**20:>10,.1f} MiB  {note}" for name, nbytes, note in rows)
 
 

@@ -325,8 +325,8 @@ class Supervisor:
             return self._machine.handle(suspects.Ended(event.job))
         return []
 
-    def _end(self, job: str, state: JobStateName, reason: str) -> list[suspects.Action]:
-        """A job ends by the client's word: no trainer has it (any more)."""
+    def _end(self, job: str, state: JobStateName, reason: str, *, ran: bool = True) -> list[suspects.Action]:
+        """A job ends by the client's word: no trainer has it (any more). One that never ran is not listed."""
         status = self.table.get(job)
         assert status is not None
         if status.state in ENDED:
@@ -337,6 +337,8 @@ class Supervisor:
         actions = self._take(event)
         last = self.table.get(job)
         assert last is not None
+        if not ran:
+            return actions
         trainer_id = self._trainer.directory.name if self._trainer else ""
         try:
             record_finished(FinishedJob(status=last, ended=time.time(), trainer_id=trainer_id))
@@ -399,6 +401,12 @@ class Supervisor:
         if self._machine.done:
             return
         if ended_in_order is not None:
+            if ended_in_order.code == EXIT_RETRY and len(self.logs) == 1:  # no memory within the time
+                # It has said why itself, once. After a crash its jobs did run, and fail.
+                self._exit_code = EXIT_RETRY
+                for status in self.table.all():
+                    self._end(status.job, "stopped", "not started; it can be tried again later", ran=False)
+                return
             stopped = ended_in_order.code in (EXIT_OK, EXIT_SIGTERM)
             self._exit_code = None if stopped else ended_in_order.code
             self._end_all("stopped" if stopped else "failed", f"the trainer ended: {ended_in_order.reason}")

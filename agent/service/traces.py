@@ -24,7 +24,7 @@ def trace_path(identity: str) -> Path:
     """Where the trainer `identity` writes its trace; the oldest ones beyond `TRACES_KEPT` are removed."""
     traces = state_dir() / "traces"
     traces.mkdir(exist_ok=True, mode=0o700)
-    files = sorted(traces.glob("*.jsonl"), key=lambda file: file.stat().st_mtime if file.exists() else 0.0)
+    files = _oldest_first(traces)
     for old in files[: max(0, len(files) - TRACES_KEPT + 1)]:
         old.unlink(missing_ok=True)
         old.with_name(old.name + OLDER).unlink(missing_ok=True)
@@ -47,8 +47,16 @@ def find_trace(run: str) -> Path:
         if "/" not in identity and found.is_file():
             return found
     looked = f"no file or directory with a {TRACE_NAME}, no trainer or job with a trace"
-    known = ", ".join(sorted(file.stem for file in traces.glob("*.jsonl"))) or "none"
-    raise UsageError(f"gpu trace: {shorten(run)}: {looked}; trainers with one: {known}")
+    raise UsageError(f"gpu trace: {shorten(run)}: {looked}; trainers with one: {known_traces()}")
+
+
+def known_traces() -> str:
+    """The ids of the trainers that have a trace, the newest last, on one line; `none`."""
+    return ", ".join(file.stem for file in _oldest_first(state_dir() / "traces")) or "none"
+
+
+def _oldest_first(traces: Path) -> list[Path]:
+    return sorted(traces.glob("*.jsonl"), key=lambda file: file.stat().st_mtime if file.exists() else 0.0)
 
 
 def _trainers_of(job: str) -> list[str]:

@@ -47,17 +47,8 @@ _UNUSED: dict[str, tuple[object, ...]] = {
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
     """adapter_config.json and the (layer, linear) → (A, B) matrices in fp32. UsageError names the file."""
-    config_path, weights_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
-    for path in (config_path, weights_path):
-        if not path.is_file():
-            raise UsageError(
-                f"{path} is missing: {directory} is not an adapter (give the job's output_dir, or its best/)"
-            )
-    try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise UsageError(f"{config_path}: cannot be read as an adapter's: {error}") from error
-    rank = _check_config(config, config_path)
+    config, rank = read_adapter_config(directory)
+    weights_path = directory / "adapter_model.safetensors"
     try:
         tensors = load_file(weights_path)
     except (ValueError, SafetensorError, OSError) as error:
@@ -84,6 +75,24 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Matrices]:
             f"{weights_path}: lora_A and lora_B do not pair up at {incomplete[:3] or 'any layer'}"
         )
     return config, {key: (pair["A"], pair["B"]) for key, pair in halves.items()}
+
+
+def read_adapter_config(directory: Path) -> tuple[dict[str, Any], int]:
+    """adapter_config.json and the rank in it, without the matrices, whose file must be there.
+
+    UsageError names the file: what it says is known before a base is loaded, or memory is reserved for one.
+    """
+    config_path = directory / "adapter_config.json"
+    for path in (config_path, directory / "adapter_model.safetensors"):
+        if not path.is_file():
+            raise UsageError(
+                f"{path} is missing: {directory} is not an adapter (give the job's output_dir, or its best/)"
+            )
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"{config_path}: cannot be read as an adapter's: {error}") from error
+    return config, _check_config(config, config_path)
 
 
 def _check_config(config: object, path: Path) -> int:

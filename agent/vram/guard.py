@@ -33,6 +33,7 @@ from gshare.agent.vram.owners import Owners, used_by_row
 from gshare.agent.vram.queue import OnLook, OnWait, wait_for
 from gshare.agent.vram.rows import Client, Row, RowKind
 from gshare.agent.vram.store import LOCK_SECONDS
+from gshare.agent.vram.uses import noted_mb
 
 #: An hour: the default time that a request waits for memory.
 WAIT_SECONDS = 3600.0
@@ -44,7 +45,7 @@ OVERRUN = 1.20
 _WRITE_STEP_MB = 64
 
 #: `keep` comes with every training step: a lock that a stopped process holds must not stop training too.
-_KEEP_LOCK_S = 1.0
+KEEP_LOCK_S = 1.0
 
 _held: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
@@ -130,6 +131,11 @@ class Reservation:
         """What the driver says of the device now."""
         return self._ledger.read_devices((self.device,))[self.device.uuid]
 
+    def inside_mb(self) -> int:
+        """MiB that a gshare inside says it uses of this reservation, a `gpu run`'s; 0 for none."""
+        with self.tracer.span("VramQuery"), self.tracer.phase("ledger_rd"):
+            return noted_mb(self._ledger.directory, self.id)
+
     def listed_mb(self, reading: DeviceReading) -> int:
         """MiB that the driver says this reservation's processes use; 0 when it does not say."""
         with self.tracer.span("VramQuery"):
@@ -213,13 +219,16 @@ class Reservation:
         with self._lock:
             if not self._open or self._ledger.stands(self._grant):
                 return
-            self._ledger.change(self._grant, lambda row: row, patience_s=min(self.lock_s, _KEEP_LOCK_S))
-            if not self._told_put_back:
-                self._told_put_back = True
-                self._on_warning(
-                    f"reservation {self.id}: something removed or damaged its files in "
-                    f"{self._ledger.directory}; they have been put back"
-                )
+            self._ledger.change(self._grant, lambda row: row, patience_s=min(self.lock_s, KEEP_LOCK_S))
+            self._tell_put_back()
+
+    def _tell_put_back(self) -> None:
+        if not self._told_put_back:
+            self._told_put_back = True
+            self._on_warning(
+                f"reservation {self.id}: something removed or damaged its files in "
+                f"{self._ledger.directory}; they have been put back"
+            )
 
     def release(self) -> None:
         """Give everything back; a second call does nothing, nor does one in a forked child.

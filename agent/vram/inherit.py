@@ -8,7 +8,8 @@ is ours by its uid and by its file's owner, when its holder's flock is held and 
 this process. A `hold` has no process that could be an ancestor, so it is never used in this way.
 
 One gshare at a time uses such a row, by a flock of its own (`use-ID.life`): two would each cap themselves at
-the whole of it. The row's file stays `gpu run`'s, which also writes down what is used.
+the whole of it. The row's file stays `gpu run`'s, which also writes down what is used: what the driver lists,
+or what the gshare inside has written into that file, where it is more (a simulated device lists nothing).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import msgspec
 from gshare.agent.errors import GshareError
 from gshare.agent.vram.clock import Holder, holder, now, parent
 from gshare.agent.vram.devices import Device, DeviceReading
-from gshare.agent.vram.guard import Reservation
+from gshare.agent.vram.guard import KEEP_LOCK_S, Reservation
 from gshare.agent.vram.ledger import Grant, Ledger
 from gshare.agent.vram.owners import Owners, used_by_row
 from gshare.agent.vram.rows import Row
-from gshare.agent.vram.store import Store, locked, release_lock
+from gshare.agent.vram.store import Store, is_same, locked, release_lock
+from gshare.agent.vram.uses import note_mb, use_file
 
 #: A deeper chain of parents is a loop in what we read.
 _MAX_DEPTH = 64
@@ -63,10 +65,45 @@ class Inherited(Reservation):
         """GshareError: the row is another process's."""
         raise GshareError(f"reservation {self.id} cannot grow by {mb} MiB from here; raise {self.raised_by}")
 
+    def keep(self) -> None:
+        """Put the proof of use back when something removed it; said once. Two stats else.
+
+        Without it another gshare takes the row for unused. GshareError when one has, or it cannot be.
+        """
+        with self._lock:
+            life, name = self._grant.life, use_file(self.id)
+            with self.tracer.span("LedgerCleanup"), self.tracer.phase("ledger_rd"):
+                stands = life is None or is_same(self._ledger.directory / name, life)
+            if not self._open or stands:
+                return
+            self._put_back(name)
+            self._tell_put_back()
+
+    def _put_back(self, name: str) -> None:
+        life = self._grant.life
+        assert life is not None
+        with (
+            self.tracer.span("LedgerReserve"),
+            locked(self._ledger.directory, self.tracer, min(self.lock_s, KEEP_LOCK_S)) as store,
+            self.tracer.phase("ledger_wr"),
+        ):
+            if store.life(name) in ("held", "unreadable"):
+                raise GshareError(f"{name} was removed; another gshare uses reservation {self.id} too now")
+            store.remove(name)
+            self._grant.life = store.create_life(name)
+            release_lock(life)
+            self._note()
+
     def _change(self, change: Callable[[Row], Row], *, ask_mb: int = 0) -> None:
-        """Kept here for the warnings; `gpu run` writes what the driver lists."""
+        """Kept here for the warnings, and noted for `gpu run`, which writes the row."""
         assert ask_mb == 0
         self._grant.row = change(self._grant.row)
+        with self.tracer.span("LedgerReserve"), self.tracer.phase("ledger_wr"):
+            self._note()
+
+    def _note(self) -> None:
+        if self._grant.life is not None:
+            note_mb(self._grant.life, self.row.used_mb)
 
     def _give_back(self) -> None:
         """Let the next one use the row, which stays."""
@@ -76,8 +113,8 @@ class Inherited(Reservation):
         with self.tracer.span("LedgerRelease", task=self.row.task):
             try:
                 with locked(self._ledger.directory, self.tracer) as store, self.tracer.phase("ledger_wr"):
-                    if store.is_same(_use(self.row), life):
-                        store.remove(_use(self.row))
+                    if store.is_same(use_file(self.id), life):
+                        store.remove(use_file(self.id))
             finally:
                 with self.tracer.phase("lock_rel"):
                     release_lock(life)
@@ -107,18 +144,14 @@ def inherit(
     ):
         row, device = _verified(ledger, store, row_id, devices)
         with ledger.tracer.phase("ledger_wr"):
-            store.remove(_use(row))  # of one that died
-            life = store.create_life(_use(row))
+            store.remove(use_file(row.id))  # of one that died
+            life = store.create_life(use_file(row.id))
     mine = msgspec.structs.replace(
         row, budget_mb=min(row.budget_mb, budget_mb), peak_mb=0, used_mb=0, uses={}
     )
     made = Inherited(ledger, Grant(row=mine, device=device, life=life), on_warning)
     made.whole_mb = row.budget_mb
     return made
-
-
-def _use(row: Row) -> str:
-    return f"use-{row.id}.life"
 
 
 def _verified(ledger: Ledger, store: Store, row_id: str, devices: Sequence[Device]) -> Inheritable:
@@ -130,7 +163,7 @@ def _verified(ledger: Ledger, store: Store, row_id: str, devices: Sequence[Devic
         raise NotInherited(f"it is a {row.kind}'s, not of `gshare gpu run`")
     with ledger.tracer.phase("ledger_rd"):
         owner = store.owner(f"row-{row.id}.json")
-        life, use = store.life(f"row-{row.id}.life"), store.life(_use(row))
+        life, use = store.life(f"row-{row.id}.life"), store.life(use_file(row.id))
     us = os.geteuid()
     if row.uid != us or owner != us:
         raise NotInherited(f"it belongs to uid {row.uid}, and this is uid {us}")

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -25,9 +26,12 @@ from gshare.agent.errors import GshareError, UsageError
 
 ADMINISTRATOR = Path("/run/gshare")
 SHARED_MEMORY = Path("/dev/shm")
-TEMPORARY = Path("/tmp")
+TMP = Path("/tmp")
 
 LOCK = "lock"
+#: What is not whole yet is named so, and removed by the next operation: its maker died.
+TEMPORARY = ".tmp-"
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 #: Filesystems that several hosts may share, or whose flock a remote side implements as it likes.
@@ -43,6 +47,11 @@ _FUSE = "fuse"
 #: An administrator makes the directory and then opens it to all: others look again for this long.
 _SETTLE_SECONDS = 0.5
 
+#: How often a maker tries again whose file or directory somebody took for a dead one's and removed.
+_ATTEMPTS = 100
+#: Random bytes of a name that nobody else may have.
+_UNIQUE = 6
+
 _checked: set[tuple[int, int]] = set()
 
 
@@ -55,7 +64,7 @@ def ledger_directory(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(override)
     if ADMINISTRATOR.is_dir():
         return ADMINISTRATOR
-    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else TEMPORARY
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else TMP
     return base / "gshare"
 
 
@@ -100,22 +109,55 @@ def _make(path: Path) -> None:
     lock is in it from the start because a rename replaces an empty directory, and with it what others had
     begun there.
     """
-    made = path.parent / f".{path.name}-{secrets.token_hex(6)}"
-    os.mkdir(made, 0o700)
-    fd = os.open(made, _DIRECTORY)
-    try:
-        make_lock(fd, LOCK)
-        os.fchmod(fd, 0o1777)  # the umask is the user's and stays; only this directory is opened
-        os.rename(made, path)
-    except OSError as error:
+    for _ in range(_ATTEMPTS):
+        made = path.parent / f".{path.name}-{secrets.token_hex(_UNIQUE)}"
+        os.mkdir(made, 0o700)
+        try:
+            fd = os.open(made, _DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # we live: see `_sweep`
+            make_lock(fd, LOCK)
+            os.fchmod(fd, 0o1777)  # the umask is the user's and stays; only this directory is opened
+            os.rename(made, path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(LOCK, dir_fd=fd)
+            os.rmdir(made)
+            # What there is now is another maker's: not empty, or (in a sticky directory) not ours to replace.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EPERM, errno.EACCES):
+                raise
+        finally:
+            os.close(fd)
+        return
+
+
+def _sweep(path: Path) -> None:
+    """Remove what makers of the directory that were killed left beside it, as far as it is ours.
+
+    A maker that lives has a flock on what it makes, or notices that it is gone and begins again.
+    """
+    unfinished = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{{2 * _UNIQUE}}}")
+    for name in filter(unfinished.fullmatch, os.listdir(path.parent)):
+        with contextlib.suppress(OSError):
+            fd = os.open(path.parent / name, _DIRECTORY)
+            try:
+                if os.fstat(fd).st_uid == os.geteuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_unfinished(fd, path.parent / name)
+            finally:
+                os.close(fd)
+
+
+def _remove_unfinished(fd: int, made: Path) -> None:
+    """Only while the name is still `fd`'s: when it has become the ledger's directory, it has another."""
+    if os.path.samestat(os.fstat(fd), os.stat(made, follow_symlinks=False)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK, dir_fd=fd)
         os.rmdir(made)
-        # What there is now is another maker's: not empty, or (in a sticky directory) not ours to replace.
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EPERM, errno.EACCES):
-            raise
-    finally:
-        os.close(fd)
 
 
 def make_lock(directory: int, temporary: str) -> None:
@@ -123,8 +165,7 @@ def make_lock(directory: int, temporary: str) -> None:
 
     `temporary` is its name until it is whole; FileNotFoundError when the directory itself is gone.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600, dir_fd=directory)
+    fd = os.open(temporary, os.O_RDWR | _CREATE, 0o600, dir_fd=directory)
     try:
         os.fchmod(fd, 0o644)
         if temporary != LOCK:
@@ -171,6 +212,8 @@ def _check_filesystem(fd: int, path: Path) -> None:
     problem = flock_fault(fd)
     if problem is not None:
         raise GshareError(f"{path}: {problem}; {elsewhere}")
+    with contextlib.suppress(OSError):
+        _sweep(path)
     _checked.add(key)
 
 
@@ -196,18 +239,25 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
 
 
 def flock_fault(directory: int) -> str | None:
-    """Whether flock excludes another open of the same file: tried, on a file that is gone at once."""
-    name = f".probe-{secrets.token_hex(6)}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        first = os.open(name, flags, 0o600, dir_fd=directory)
-    except OSError as error:
-        return f"no file can be made ({error.strerror})"
-    try:
-        second = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    except OSError as error:
-        os.close(first)
-        return f"a new file cannot be opened ({error.strerror})"
+    """Whether flock excludes another open of the same file: tried, on a file that is gone at once.
+
+    Nobody has the lock yet, so whoever has it may remove the file, as one of a dead process; then again."""
+    for _ in range(_ATTEMPTS):
+        name = f"{TEMPORARY}{secrets.token_hex(_UNIQUE)}"
+        try:
+            first = os.open(name, os.O_RDWR | _CREATE, 0o600, dir_fd=directory)
+        except OSError as error:
+            return f"no file can be made ({error.strerror})"
+        try:
+            second = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            break
+        except FileNotFoundError:
+            os.close(first)  # who holds the lock has taken it for a dead process's
+        except OSError as error:
+            os.close(first)
+            return f"a new file cannot be opened ({error.strerror})"
+    else:
+        return "new files disappear at once"
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _can_lock(second):

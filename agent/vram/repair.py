@@ -10,8 +10,9 @@ from __future__ import annotations
 import msgspec
 from gshare.agent.vram.clock import now, start_ticks
 from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.paths import TEMPORARY
 from gshare.agent.vram.rows import BadRow, Damaged, decode_row
-from gshare.agent.vram.store import TEMPORARY, Store, Unreadable, locked
+from gshare.agent.vram.store import Store, Unreadable, locked
 from gshare.agent.vram.view import decode_passes
 
 

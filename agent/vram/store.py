@@ -1,10 +1,11 @@
 """The ledger's files: the lock, atomic writes, proof of life. No decision is taken here.
 
     lock                never replaced, never removed; a flock on it serialises every decision
+    (the directory)     a flock on it: whoever has it gets the lock next, see turns.py
     row-ID.json         one reservation       row-ID.life    its holder keeps a flock on it for life
     wait-ID.json        one queued request    wait-ID.life   the same; modified when its holder looked last
     lease-ID.json       a reservation without a process; it runs out instead
-    use-ID.life         the gshare that runs inside the `gpu run` of this reservation and uses it
+    use-ID.life         the gshare that runs inside the `gpu run` of this reservation and uses it: uses.py
     mps-ID.json         the part of the GPU's threads that this reservation's process has under MPS
     passes-UID.json     how often this user's requests passed each waiter
     quarantine/         damaged rows that `gpu repair` took out
@@ -27,7 +28,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import secrets
 import stat
 import time
@@ -37,19 +37,13 @@ from typing import Literal, NamedTuple
 
 from gshare.agent.errors import GshareError
 from gshare.agent.trace import Tracer
-from gshare.agent.vram.paths import LOCK, make_lock, open_directory
+from gshare.agent.vram.paths import LOCK, TEMPORARY, make_lock, open_directory
+from gshare.agent.vram.turns import take_lock
 
 QUARANTINE = "quarantine"
-TEMPORARY = ".tmp-"
 
 #: Decisions take about a millisecond; a lock held this long belongs to a stopped process.
 LOCK_SECONDS = 30.0
-#: Seconds between asking for the lock, with jitter: a blocking flock has no timeout. Up to 1 ms costs what
-#: the blocking call does (32 processes on two busy cores, p99 of reserve plus release: 16-17 ms, both); 4 ms
-#: cost 40-110. A lock that is held for more than a second is held by a process that is stopped or starved.
-_FIRST_PAUSE, _SHORT_PAUSE, _LONG_PAUSE = 0.0003, 0.001, 0.05
-_PATIENCE = 1.0
-
 #: The maker of the lock file needs a moment to open it to others; longer, and it died before it did.
 _SETTLE_SECONDS = 0.5
 
@@ -149,7 +143,15 @@ class Store:
             raise
         os.fsync(self.directory)
         named = stamp(name, self.directory)  # the renaming changed it too, but neither content nor its time
-        return named if named is not None and named[:-1] == made[:-1] else NEVER
+        if named is None or named[:-1] != made[:-1] or not self._has(name, data):
+            return NEVER  # the content last: its time may have been set back just before the stamp
+        return named
+
+    def _has(self, name: str, data: bytes) -> bool:
+        try:
+            return self.read(name) == data
+        except Unreadable:
+            return False
 
     def _set_owner(self, fd: int, replaced: str) -> None:
         mode = 0o644
@@ -316,7 +318,7 @@ def _acquire(path: Path, deadline: float) -> tuple[int, int]:
             lock = _open_lock(directory, path)
             if lock is not None:
                 try:
-                    take_lock(lock, path, deadline)
+                    take_lock(lock, directory, path, deadline)
                     if _is_current(lock, directory, path):
                         return directory, lock
                 except BaseException:
@@ -360,25 +362,6 @@ def _open_lock(directory: int, path: Path) -> int | None:
             os.close(fd)
             raise GshareError(f"{path / LOCK} is no regular file; remove it")
         return fd
-
-
-def take_lock(fd: int, path: Path, deadline: float) -> None:
-    """flock with a deadline, by asking again: at most `_LONG_PAUSE` late."""
-    begin = time.monotonic()
-    pause = _FIRST_PAUSE
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic()
-            if waited > deadline:
-                raise GshareError(
-                    f"{path / LOCK} has been held too long; a stopped process holds it: "
-                    f"fuser -v {path / LOCK} names it"
-                ) from None
-        time.sleep(pause * random.uniform(0.5, 1.5))
-        pause = min(pause * 1.5, _SHORT_PAUSE if waited - begin < _PATIENCE else _LONG_PAUSE)
 
 
 def _is_current(lock: int, directory: int, path: Path) -> bool:

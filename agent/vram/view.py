@@ -16,8 +16,9 @@ from gshare.agent.vram.clock import Now
 from gshare.agent.vram.devices import DeviceReading
 from gshare.agent.vram.machine import MAX_BYPASS, Claim, Waiting
 from gshare.agent.vram.owners import still_listed
+from gshare.agent.vram.paths import TEMPORARY
 from gshare.agent.vram.rows import BOOT_ID, BadRow, Damaged, Row, Waiter, decode_row, decode_waiter, salvage
-from gshare.agent.vram.store import TEMPORARY, Store, Unreadable
+from gshare.agent.vram.store import Store, Unreadable
 
 #: A waiter gives up by itself at its deadline; a stopped one is dropped from the queue this much later.
 WAITER_GRACE_S = 10.0
@@ -70,23 +71,15 @@ def read_view(store: Store, now: Now, readings: Readings) -> View:
     """
     view = View(rows=[], damaged=[], waiters=[], passed={}, lingering=set(), absent=set())
     names = store.names()
-    present = set(names)
     for name in names:
-        kind, _, rest = name.partition("-")
-        stem, _, suffix = rest.partition(".")
-        if name.startswith(TEMPORARY):
-            store.remove(name)  # every write happens under our lock, so this one's writer died
-        elif suffix == "life" and kind in _LIFE_OF and f"{_LIFE_OF[kind]}-{stem}.json" not in present:
-            if store.life(name) == "free":
-                store.remove(name)
-        elif kind == "mps" and f"row-{stem}.json" not in present:
-            store.remove(name)  # the share of a reservation that is gone
-        elif suffix == "json" and kind == "row":
+        kind, stem, suffix = _parts(name)
+        if suffix == "json" and kind == "row":
             _take_row(view, store, stem, readings)
         elif suffix == "json" and kind == "lease":
             _take_lease(view, store, stem, now)
         elif suffix == "json" and kind == "wait":
             _take_waiter(view, store, stem, now)
+    _remove_remains(store)
     waiting = {waiter.id for waiter in view.waiters}
     if waiting:
         for name in names:
@@ -95,6 +88,28 @@ def read_view(store: Store, now: Now, readings: Readings) -> View:
                     if waiter in waiting:
                         view.passed[waiter] = view.passed.get(waiter, 0) + count
     return view
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """KIND, STEM and SUFFIX of KIND-STEM.SUFFIX."""
+    kind, _, rest = name.partition("-")
+    stem, _, suffix = rest.partition(".")
+    return kind, stem, suffix
+
+
+def _remove_remains(store: Store) -> None:
+    """What belongs to a row or waiter that is gone, just now or before; what was never whole."""
+    names = store.names()
+    present = set(names)
+    for name in names:
+        kind, stem, suffix = _parts(name)
+        if name.startswith(TEMPORARY):
+            store.remove(name)  # what is written is written under our lock, so this one's writer died
+        elif suffix == "life" and kind in _LIFE_OF and f"{_LIFE_OF[kind]}-{stem}.json" not in present:
+            if store.life(name) == "free":
+                store.remove(name)
+        elif kind == "mps" and f"row-{stem}.json" not in present:
+            store.remove(name)  # the share of a reservation that is gone
 
 
 def read_passes(store: Store, name: str) -> dict[str, int]:

@@ -192,7 +192,7 @@ class Watcher:
             used = used_by_row(reading, self._reservation.id, Owners([self._reservation.row]))
         if used is None:
             raise GshareError(reading.problem or "the driver does not say what the program uses now")
-        return used
+        return max(used, self._reservation.inside_mb())
 
     def _attempt(self, fault: str, action: Callable[[], T]) -> T | None:
         """What `action` returns; None when it fails, whatever the reason: the program runs on regardless, and
