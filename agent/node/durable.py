@@ -26,7 +26,7 @@ class DiskFull(RetryLater):
     """The node's disk has no room for this now."""
 
 
-def write_struct(path: Path, value: msgspec.Struct) -> None:
+def write_struct(path: Path, value: object) -> None:
     """JSON, whole or not at all. OSError when the disk does not take it; then the old file stands."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     data = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -108,7 +108,7 @@ class NodeJournal:
                 continue
             self.journal_id, last, event = read
             self._events.append((last, event))
-        if self._events and len(lines) > self._keep:
+        if self._events:
             self._dropped = self._events[0][0] - 1
         return last
 

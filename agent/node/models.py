@@ -52,7 +52,9 @@ def place_model(model: ModelRef, models: Path, blobs: BlobStore) -> None:
         try:
             os.rename(temporary, directory)
         except OSError:
-            if not directory.is_dir():  # else another attempt of the same base was faster, with the same files
+            if (
+                not directory.is_dir()
+            ):  # else another attempt of the same base was faster, with the same files
                 raise
         sync_dir(models)
     finally:
