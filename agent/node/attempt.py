@@ -189,9 +189,9 @@ class RunningAttempt:
         for note in prepared.notes:
             self._take(TrainerMessage(level="info", text=note, job=self._record.name))
         deadline = time.monotonic() + LEFTOVER_SECONDS
+        lock = self._directory / "out" / LOCK_FILE
         while True:
             # A trainer whose client was killed saves and leaves; it writes there until it has.
-            lock = self._directory / "out" / LOCK_FILE
             self._wait(lambda: not is_held(lock), deadline)
             outcome = self._supervise(prepared)
             if outcome is not None:
@@ -281,7 +281,8 @@ class RunningAttempt:
             return Outcome("stopped", status.reason, retry=self._stop.exit_code is None)
         if status.state != "failed":
             return Outcome(status.state, status.reason)
-        of_node = supervisor.gave_up or supervisor.ended_with not in (None, EXIT_USAGE)
+        of_node = supervisor.gave_up or self._stop.exit_code is not None
+        of_node = of_node or supervisor.ended_with not in (None, EXIT_USAGE)
         by_words = any(word in status.reason for word in (*_DISK_WORDS, *_MEMORY_WORDS))
         return Outcome("failed", status.reason, retry=of_node or by_words)
 

@@ -9,8 +9,11 @@ import hashlib
 import re
 from collections.abc import Iterable
 
+import msgspec
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.names import check_name, name_fault, shorten
+from gshare.agent.jobs.spec_rules import MAX_ROWS_OF_STEP, adapter_value
 from gshare.agent.node.protocol import BlobRef, StartAttempt
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
@@ -21,6 +24,10 @@ MAX_PARTS = 4
 MAX_PART_BYTES = 200  # a file name has 255; temporary names add some
 MAX_ATTEMPT = 1_000_000_000
 MAX_TEXT = 4096
+#: Keys of a spec that the agent sets itself.
+_OURS = frozenset({"name", "data", "val_data", "output_dir"})
+#: Of a job's name inside its trainer, where names have at most 64 characters and the owner's tag takes 9.
+_NAME_KEPT = 55
 
 
 def check_owner(owner: str) -> str:
@@ -34,6 +41,13 @@ def check_owner(owner: str) -> str:
 def owner_tag(owner: str) -> str:
     """Eight hex digits for the owner, in names of directories and of trainer clients."""
     return hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def local_name(owner: str, job: str) -> str:
+    """A job's name inside a trainer: two owners, or a person on the node, may have jobs of one name."""
+    if len(job) > _NAME_KEPT:
+        job = f"{job[: _NAME_KEPT - 9]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return f"{owner_tag(owner)}-{job}"
 
 
 def check_sha256(text: str) -> str:
@@ -87,6 +101,7 @@ def check_start(request: StartAttempt) -> int:
     """All of it that can be told without looking at the node. Bytes that its files take."""
     check_name(request.job, what="job")
     check_attempt(request.attempt)
+    _check_spec(request)
     if len(request.data.name.split("/")) != 1:
         raise UsageError(f"data: {shorten(request.data.name)}: a plain file name is needed")
     total = check_refs([request.data], what="data")
@@ -110,6 +125,19 @@ def check_start(request: StartAttempt) -> int:
     if request.max_tokens_per_pass < 1 or request.max_adapters_per_pass < 0:
         raise UsageError("max_tokens_per_pass must be at least 1, max_adapters_per_pass at least 0")
     return total
+
+
+def _check_spec(request: StartAttempt) -> None:
+    """The rules of the spec's file. Its paths and name are not used here."""
+    values = msgspec.to_builtins(request.spec)
+    faults = Faults()
+    for key, value in values.items():
+        if key not in _OURS and (fault := adapter_value(key, value)[1]) is not None:
+            faults.add(f"job {request.job}: {key}", fault)
+    rows = request.spec.per_device_train_batch_size * request.spec.gradient_accumulation_steps
+    if rows > MAX_ROWS_OF_STEP:
+        faults.add(f"job {request.job}", f"{rows} rows a step; at most {MAX_ROWS_OF_STEP} are allowed")
+    faults.raise_if_any()
 
 
 def check_attempt(attempt: int) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gshare.agent.jobs.events import ENDED, JobChanged
 from gshare.agent.node.protocol import AttemptEvent, NodeMessage
 from gshare.agent.service.journal import strict_json
 
@@ -85,6 +86,17 @@ class NodeJournal:
                 break
         numbers = [number for number, _ in self._events]
         return self._events[bisect_right(numbers, seq)]
+
+    def ends(self) -> tuple[set[tuple[str, str, int]], float]:
+        """(owner, job, attempt) of every end that is kept, and the time of the oldest event (0: all are kept)."""
+        ends = {
+            (event.owner, event.event.job, event.attempt)
+            for _, event in self._events
+            if isinstance(event, AttemptEvent)
+            and isinstance(event.event, JobChanged)
+            and event.event.state in ENDED
+        }
+        return ends, self._events[0][1].time if self._dropped else 0.0
 
     def start_of(self, journal_id: str, after_seq: int) -> tuple[int, bool]:
         """Where a client goes on: the number that it has everything up to, and whether it missed some."""

@@ -1,6 +1,6 @@
 """One attempt's preparation, in a process of its own: model found, data tokenised, memory estimated.
 
-    python -m gshare.agent.node.prepare_job        (a PrepareJob as JSON on stdin, one answer as JSON on stdout)
+    python -m gshare.agent.node.prepare_job        (PrepareJob in on stdin, PrepareAnswer out, as JSON)
 
 What this imports (transformers and what comes with it, some 300 MiB) goes with the process; the agent stays
 small. The answer is all there is on stdout; talk goes to stderr, which the agent keeps.
