@@ -8,6 +8,7 @@ before its event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -342,10 +343,8 @@ def _first_status(record: AttemptRecord) -> AttemptStatus:
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
     """From an attempt's thread. A loop that is closed has nobody to tell."""
-    try:
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        pass
 
 
 def _remove(directory: Path, aside: Path) -> None:

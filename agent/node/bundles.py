@@ -9,7 +9,6 @@ Names are relative to the run's output directory, so that a bundle lies in anoth
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from gshare.agent.errors import RetryLater, UsageError
 from gshare.agent.node.blobs import hash_file
+from gshare.agent.node.checks import check_file_name
 from gshare.agent.node.durable import room_or_refuse
 from gshare.agent.node.progress import checkpoints, read_best
 from gshare.agent.node.protocol import CHUNK_BYTES, BlobRef, BundleKind
@@ -139,34 +139,37 @@ def _take(out: Path, kind: BundleKind, into: Path, step: int) -> tuple[dict[str,
 
 
 def _published(out: Path, name: str, into: Path) -> dict[str, BlobRef]:
-    """Links a directory with a manifest; {} when there is none, or what is there is not whole."""
+    """Links a directory with a manifest; {} when there is none, or what is there is not whole.
+
+    By the directory's descriptor: one that is exchanged meanwhile gives no mixture, but a file that is gone,
+    and the next look sees the whole new one.
+    """
+    target = into / name
     for _ in range(_TRIES):
-        target = into / name
         try:
-            source = (out / name).resolve(strict=True)
-            target.mkdir(mode=0o700)
-            manifest = (source / MANIFEST).read_bytes()
-            expected = {
-                str(n): (str(e["sha256"]), int(e["size"])) for n, e in json.loads(manifest)["files"].items()
-            }
-            os.link(source / MANIFEST, target / MANIFEST)
-            for file in expected:
-                if "/" in file or file.startswith("."):
-                    return {}
-                os.link(source / file, target / file, follow_symlinks=False)
-            if (target / MANIFEST).read_bytes() != manifest:
-                raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", str(source))
+            source = os.open(out / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            # Replaced or removed between two links: the next look sees the whole new one.
+            return {}
+        try:
+            target.mkdir(mode=0o700)
+            os.link(MANIFEST, target / MANIFEST, src_dir_fd=source)
+            manifest = json.loads((target / MANIFEST).read_bytes())
+            refs = [
+                BlobRef(name=f"{name}/{file}", sha256=str(entry["sha256"]), size=int(entry["size"]))
+                for file, entry in manifest["files"].items()
+            ]
+            for ref in refs:
+                file = check_file_name(ref.name).rpartition("/")[2]
+                os.link(file, target / file, src_dir_fd=source, follow_symlinks=False)
+        except FileNotFoundError:
             shutil.rmtree(target, ignore_errors=True)
-            if not (out / name).exists():
-                return {}
             continue
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (UsageError, ValueError, KeyError, TypeError, AttributeError):
             return {}
-        if any((target / file).stat().st_size != size for file, (_, size) in expected.items()):
+        finally:
+            os.close(source)
+        if any((into / ref.name).stat().st_size != ref.size for ref in refs):
             return {}
-        refs = [BlobRef(name=f"{name}/{n}", sha256=s, size=size) for n, (s, size) in expected.items()]
         return {ref.name: ref for ref in [*refs, _ref(target / MANIFEST, f"{name}/{MANIFEST}")]}
     return {}
 

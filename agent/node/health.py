@@ -59,7 +59,7 @@ class Health:
         if linger is False:
             found.append(
                 "user services end at logout here, and the agent with them: "
-                f"loginctl enable-linger {_user()} keeps them"
+                f"loginctl enable-linger {user_name()} keeps them"
             )
         return NodeInfo(
             reply_to=reply_to,
@@ -170,7 +170,7 @@ def lingers(linger_dir: Path = Path("/var/lib/systemd/linger")) -> bool | None:
     """Whether this user's services run without a login; None: no systemd here, or it does not say."""
     if not Path("/run/systemd/system").is_dir():
         return None
-    user = _user()
+    user = user_name()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             ["loginctl", "show-user", user, "--property=Linger", "--value"],
@@ -188,7 +188,7 @@ def lingers(linger_dir: Path = Path("/var/lib/systemd/linger")) -> bool | None:
         return None
 
 
-def _user() -> str:
+def user_name() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -88,7 +88,7 @@ class NodeJournal:
         return self._events[bisect_right(numbers, seq)]
 
     def ends(self) -> tuple[set[tuple[str, str, int]], float]:
-        """(owner, job, attempt) of every end that is kept, and the time of the oldest event (0: all are kept)."""
+        """(owner, job, attempt) of every end in here, and since when all are in here (Unix time, s)."""
         ends = {
             (event.owner, event.event.job, event.attempt)
             for _, event in self._events
