@@ -74,10 +74,10 @@ class Connection:
         """Whose attempts it sees; empty: everybody's."""
         return self.hello.owner if self.hello is not None and self.hello.role == "coordinator" else ""
 
-    async def first(self) -> dict[str, Any]:
+    async def first(self, seconds: float) -> dict[str, Any]:
         """The first message. Gone: none came in time."""
         try:
-            message = await asyncio.wait_for(self._next(), HELLO_SECONDS)
+            message = await asyncio.wait_for(self._next(), seconds)
         except (asyncio.TimeoutError, TimeoutError):
             raise Gone("said no hello") from None
         return message

@@ -24,7 +24,7 @@ from gshare.agent.node.attempts import Attempt, Attempts
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
-from gshare.agent.node.connection import Connection, Gone, Reader, Writer
+from gshare.agent.node.connection import HELLO_SECONDS, Connection, Gone, Reader, Writer
 from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Health
 from gshare.agent.node.journal import NodeJournal
@@ -130,7 +130,9 @@ class NodeServer:
 
     # ------------------------------------------------------------------ connections
 
-    async def serve(self, reader: Reader, writer: Writer, peer: str) -> None:
+    async def serve(
+        self, reader: Reader, writer: Writer, peer: str, *, hello_seconds: float = HELLO_SECONDS
+    ) -> None:
         """One client, to its end. Never raises for what a client does."""
         task = asyncio.current_task()
         assert task is not None
@@ -138,7 +140,7 @@ class NodeServer:
         connection = Connection(reader, writer, peer)
         last: msgspec.Struct | None = None
         try:
-            if await self._greet(connection):
+            if await self._greet(connection, hello_seconds):
                 await connection.talk(
                     lambda message: self._handle(connection, message), lambda: self._next_event(connection)
                 )
@@ -163,8 +165,8 @@ class NodeServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.journal.close()
 
-    async def _greet(self, connection: Connection) -> bool:
-        hello = convert(await connection.first(), FromNodeClient)
+    async def _greet(self, connection: Connection, hello_seconds: float) -> bool:
+        hello = convert(await connection.first(hello_seconds), FromNodeClient)
         if not isinstance(hello, NodeClientHello):
             raise WireError("the first message must be a hello")
         refusal = self._refusal(hello)
@@ -193,7 +195,8 @@ class NodeServer:
         if hello.protocol != NODE_PROTOCOL_VERSION:
             return no(
                 f"this agent (gshare {version('gshare')}) speaks protocol {NODE_PROTOCOL_VERSION}, "
-                f"the client (gshare {shorten(hello.gshare)}) speaks {hello.protocol}; use the same gshare for both"
+                f"the client (gshare {shorten(hello.gshare)}) speaks {hello.protocol}; "
+                "use the same gshare for both"
             )
         if max(len(hello.client), len(hello.session)) > MAX_TEXT:
             return no(f"client and session: at most {MAX_TEXT} characters")
