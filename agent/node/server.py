@@ -24,7 +24,7 @@ from gshare.agent.node.attempts import Attempt, Attempts
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
-from gshare.agent.node.connection import HELLO_SECONDS, Connection, Gone, Reader, Writer
+from gshare.agent.node.connection import HELLO_SECONDS, HUNG_UP, Connection, Gone, Reader, Writer
 from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Health
 from gshare.agent.node.journal import NodeJournal
@@ -146,8 +146,9 @@ class NodeServer:
                 )
         except WireError as error:
             last = NodeRefused(reply_to=0, reason=f"{error}; the connection is closed")
-        except Gone:
-            pass
+        except Gone as gone:
+            if connection.hello is None and str(gone) != HUNG_UP:
+                last = NodeRefused(reply_to=0, reason=str(gone))
         finally:
             self._connections.discard(connection)
             self._tasks.discard(task)
@@ -162,7 +163,8 @@ class NodeServer:
             await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
         self.journal.close()
 
     async def _greet(self, connection: Connection, hello_seconds: float) -> bool:
