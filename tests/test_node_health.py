@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import subprocess
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from gshare.agent.errors import GshareError
 from gshare.agent.node import health as health_module
 from gshare.agent.node import install as install_module
-from gshare.agent.node.health import Health, lingers
+from gshare.agent.node import protocol
+from gshare.agent.node import server as server_module
+from gshare.agent.node.connection import Connection
+from gshare.agent.node.health import Devices, Health, lingers
 from gshare.agent.node.install import install, quote_unit, unit_text
+from gshare.agent.node.state_dir import open_state_dir
 from gshare.agent.vram.guard import reserve
 from gshare.agent.vram.ledger import Ledger
 
@@ -43,7 +49,8 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def describe(tmp_path: Path, **options: Any) -> Any:
-    return Health(tmp_path).describe(7, attempts_running=2, **options)
+    health = Health(tmp_path)
+    return health.describe(7, health.devices(), attempts_running=2, **options)
 
 
 @pytest.mark.usefixtures("devices")
@@ -100,6 +107,37 @@ def test_a_ledger_in_trouble_is_a_problem_and_no_crash(
     info = describe(tmp_path)
     assert info.gpus == []
     assert any(problem.startswith("the ledger cannot be read: ") for problem in info.problems)
+
+
+def test_a_driver_that_hangs_is_told_and_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not asked again while it hangs: one thread waits, however often the coordinator asks."""
+    answer, calls = threading.Event(), []
+
+    def hang(self: Health) -> Devices:
+        calls.append(1)
+        answer.wait(30)
+        return Devices(driver="back")
+
+    monkeypatch.setattr(Health, "devices", hang)
+    monkeypatch.setattr(server_module, "DRIVER_SECONDS", 0.1)
+
+    async def work() -> list[Any]:
+        server = server_module.NodeServer(open_state_dir(tmp_path), drain=lambda: None)
+        client, request = cast(Connection, None), protocol.DescribeNode(id=1)
+        hung = [await server._describe(client, request) for _ in range(3)]
+        held = await asyncio.to_thread(server.blobs.held, "0" * 64)
+        assert held == (0, False)
+        answer.set()
+        return [*hung, await server._describe(client, request)]
+
+    *hung, back = asyncio.run(work())
+    for info in hung:
+        assert any("does not answer" in problem for problem in info.problems)
+    assert back.driver == "back"
+    assert not any("does not answer" in problem for problem in back.problems)
+    assert len(calls) == 1
 
 
 def test_linger_is_unknown_without_systemd(tmp_path: Path) -> None:
