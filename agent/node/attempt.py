@@ -309,6 +309,8 @@ class RunningAttempt:
                 task=f"gshare agent: {asked.job}",
                 timeout_s=asked.timeout_s,
                 may_grow=asked.budget_mb is None,
+                part_mb=min(budget_mb, prepared.part_mb),
+                resident_mb=min(budget_mb, prepared.resident_mb),
             )
         return TrainerConfig(
             model=asked.model.name,
@@ -319,6 +321,7 @@ class RunningAttempt:
             max_adapters_per_pass=asked.max_adapters_per_pass,
             device="auto" if asked.gpu else "cpu",
             gpu=gpu,
+            base=prepared.base,
             runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
         )
 
