@@ -1,4 +1,4 @@
-"""What `Cluster.handle` asks for. Actions with a `key` go through the store's outbox; all are idempotent.
+"""What `Cluster.handle` asks for. Actions with a key (`action_key`) go through the store's outbox; all are idempotent.
 
 A row of the outbox is carried out until it is acknowledged, over restarts, and only while
 `Cluster.still_wanted` says so: the world may have moved on while a node was away.
@@ -17,7 +17,7 @@ class _Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Start(_Action, frozen=True, kw_only=True, tag="start"):
-    """Send model, data and checkpoint, then `StartAttempt`. Ends with the node's acceptance, or `StartFailed`.
+    """Send model, data and checkpoint, then `StartAttempt`. Ends with its acceptance, or `StartFailed`.
 
     `budget_mb` None: not known here, the node's estimate counts. `checkpoint` None: from the beginning.
     """
@@ -84,6 +84,15 @@ class Forget(_Action, frozen=True, kw_only=True, tag="forget"):
     attempt: int
 
 
+class CheckBest(_Action, frozen=True, kw_only=True, tag="check_best"):
+    """Ask what `best/metadata.json` of the attempt says: `BestSeen`, or nothing. Not in the outbox: a lost
+    one is asked again five minutes later."""
+
+    node: str
+    job: str
+    attempt: int
+
+
 class Ended(_Action, frozen=True, kw_only=True, tag="ended"):
     """For people and followers: the job is over. Kept as news, not in the outbox."""
 
@@ -101,14 +110,16 @@ class Say(_Action, frozen=True, kw_only=True, tag="say"):
     node: str = ""
 
 
-ClusterAction = Start | Stop | Pause | Resume | PullCheckpoint | Publish | Place | Forget | Ended | Say
+ClusterAction = (
+    Start | Stop | Pause | Resume | PullCheckpoint | Publish | Place | Forget | CheckBest | Ended | Say
+)
 NodeAction = Start | Stop | Pause | Resume | PullCheckpoint | Publish | Forget
 
 
 def action_key(action: ClusterAction) -> str | None:
-    """Equal for actions of which one is enough; None for news. A pending action with the key of a new one
+    """Equal for actions of which one is enough; None for those outside the outbox. A pending action with the key of a new one
     stays as it is."""
-    if isinstance(action, (Ended, Say)):
+    if isinstance(action, (CheckBest, Ended, Say)):
         return None
     node = "" if isinstance(action, Place) else action.node
     kind = type(action).__name__.lower()

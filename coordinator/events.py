@@ -1,4 +1,4 @@
-"""What `Cluster.handle` is told. The only clock is `Tick`; the order of events is the order of their handling.
+"""What `Cluster.handle` is told. The only clock is `Tick`; events count in the order they are handled.
 
 Whoever runs the machine (`service.py`, the simulation) turns what nodes, users and finished actions say into
 these, and commits what comes of each in one transaction (`store.py`).
@@ -132,6 +132,16 @@ class Evaluation(_Event, frozen=True, kw_only=True, tag="evaluation"):
     time: float = 0.0  # Unix s, the node's clock
 
 
+class BestSeen(_Event, frozen=True, kw_only=True, tag="best_seen"):
+    """What `best/metadata.json` says now (the answer to `CheckBest`); where it differs, the file is right."""
+
+    node: str
+    job: str
+    attempt: int
+    step: int
+    val_loss: float | None
+
+
 # --- ends of actions
 
 
@@ -192,6 +202,7 @@ ClusterEvent = (
     | AttemptChanged
     | StartFailed
     | Evaluation
+    | BestSeen
     | CheckpointPulled
     | PullFailed
     | BroughtHome

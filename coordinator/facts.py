@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job: what was asked for, and where it stands. Plain data, kept in the store.
+"""What the coordinator knows of a job: what was asked for, and where it stands. Plain data, stored.
 
 A *job* is one adapter; an *attempt* is one start of it on one node. Attempt numbers of a job grow and are
 never used twice, whatever becomes of the job, so a node can tell an old attempt from the current one.
@@ -48,9 +48,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     submission: str  # drawn by the client; the same again is the same order, not a second one
     base: str  # equal for jobs that can share a trainer: model, its content, base dtype
-    base_mb: int = (
-        0  # MiB: base, context, the largest pass; 0 with `adapter_mb` 0: not known, let the node say
-    )
+    base_mb: int = 0  # MiB: base, context, largest pass; 0, and `adapter_mb` 0: not known, the node says
     adapter_mb: int = 0  # MiB that one more adapter adds
     parameters: int | None = None  # of the model; None: unknown, so not for CPU-only nodes
     model: str = ""  # as the user named it
