@@ -1,6 +1,6 @@
-"""What `Cluster.handle` asks for. Actions with a key (`action_key`) go through the store's outbox; all are idempotent.
+"""What `Cluster.handle` asks for. Actions with a key (`action_key`) go through the store's outbox.
 
-A row of the outbox is carried out until it is acknowledged, over restarts, and only while
+All are idempotent. A row of the outbox is carried out until it is acknowledged, over restarts, and only while
 `Cluster.still_wanted` says so: the world may have moved on while a node was away.
 """
 
@@ -117,8 +117,7 @@ NodeAction = Start | Stop | Pause | Resume | PullCheckpoint | Publish | Forget
 
 
 def action_key(action: ClusterAction) -> str | None:
-    """Equal for actions of which one is enough; None for those outside the outbox. A pending action with the key of a new one
-    stays as it is."""
+    """Equal for actions of which one is enough: of two, the pending one stays. None: not for the outbox."""
     if isinstance(action, (CheckBest, Ended, Say)):
         return None
     node = "" if isinstance(action, Place) else action.node

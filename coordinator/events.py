@@ -33,6 +33,12 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
     wall: float
 
 
+class HoldPlacement(_Event, frozen=True, kw_only=True, tag="hold_placement"):
+    """Nothing is placed while it is on: `--expect-workers`."""
+
+    on: bool
+
+
 # --- nodes
 
 
@@ -119,6 +125,14 @@ class StartFailed(_Event, frozen=True, kw_only=True, tag="start_failed"):
     retry: bool = True
 
 
+class AttemptGone(_Event, frozen=True, kw_only=True, tag="attempt_gone"):
+    """The node does not know the attempt that it was asked about."""
+
+    node: str
+    job: str
+    attempt: int
+
+
 class Evaluation(_Event, frozen=True, kw_only=True, tag="evaluation"):
     """One evaluation of an attempt. `val_loss` may be NaN."""
 
@@ -189,6 +203,7 @@ class Published(_Event, frozen=True, kw_only=True, tag="published"):
 ClusterEvent = (
     Tick
     | Started
+    | HoldPlacement
     | NodeAdded
     | NodeRemoved
     | NodeDeploying
@@ -201,6 +216,7 @@ ClusterEvent = (
     | ResumeJob
     | AttemptChanged
     | StartFailed
+    | AttemptGone
     | Evaluation
     | BestSeen
     | CheckpointPulled

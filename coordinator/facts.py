@@ -75,9 +75,9 @@ class JobRecord(msgspec.Struct, kw_only=True):
     node: str = ""  # of the current attempt; empty: none
     gpu: str = ""  # UUID; empty: CPU
     budget_mb: int = 0
-    #: The node that was lost with the current attempt, as long as no newer one was started: if it comes back
-    #: with that attempt, it goes on with it.
-    lost_node: str = ""
+    #: Where the current attempt was, when `node` is empty. Unless it ended there, it may still run: if that
+    #: node comes back before a newer attempt was started, the job goes on with it.
+    last_node: str = ""
     ended_there: bool = False  # the node said that the current attempt ended
     stop_sent: bool = False
     outcome: JobOutcome | None = None  # of the attempt that is being published
@@ -86,6 +86,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     avoid: tuple[str, ...] = ()  # nodes that had such a fault
     checkpoint: CheckpointRef | None = None
     pulling: bool = False
+    there_step: int = 0  # of the newest checkpoint that the node has
+    floor: int = 0  # a number above `attempt` was seen (an older store was put back): go on above it
     published: int = 0  # the attempt whose files are in the output directory; 0: none
     step: int = 0
     total_steps: int = 0

@@ -51,13 +51,16 @@ class Became:
     reason: str
 
 
-def problems_of(info: NodeInfo, *, wall: float, draining: bool = False) -> list[Problem]:
-    """What is wrong with a node that is up, the worst first; `wall` is the coordinator's Unix time.
+def problems_of(
+    info: NodeInfo, *, wall: float, draining: bool = False, listed: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """What is wrong with a node that is up, the worst first; `wall` is the coordinator's Unix time, `listed`
+    are the GPUs that cluster.toml names.
 
     | | forbids | degrades |
     | --- | --- | --- |
-    | draining; no torch; disk full; every GPU in trouble | yes | yes |
-    | clock off; disk low; one GPU in trouble; what the agent reports itself | | yes |
+    | draining; no torch; disk full; every GPU in trouble or missing | yes | yes |
+    | clock off; disk low; one GPU in trouble or missing; what the agent reports itself | | yes |
     | user services end at logout | | |
     """
     found: list[Problem] = []
@@ -70,8 +73,11 @@ def problems_of(info: NodeInfo, *, wall: float, draining: bool = False) -> list[
     if info.disk_free_mb is not None and info.disk_free_mb < DISK_LOW_MB:
         full = info.disk_free_mb < DISK_FULL_MB
         found.append(Problem(f"only {info.disk_free_mb} MiB of disk free: make room, or set state_dir", full))
-    ill = [gpu for gpu in info.gpus if gpu.problem]
-    found += [Problem(f"GPU {gpu.uuid}: {gpu.problem}", len(ill) == len(info.gpus)) for gpu in ill]
+    used = [gpu for gpu in info.gpus if not listed or gpu.uuid in listed]
+    ill = [f"GPU {gpu.uuid}: {gpu.problem}" for gpu in used if gpu.problem]
+    missing = sorted(listed - {gpu.uuid for gpu in info.gpus})
+    ill += [f"GPU {uuid} of cluster.toml is not there: see `nvidia-smi -L` on it" for uuid in missing]
+    found += [Problem(text, len(ill) == len(used) + len(missing)) for text in ill]
     off = info.time - wall
     if abs(off) > CLOCK_OFF_S:
         way = "ahead" if off > 0 else "behind"
@@ -97,6 +103,7 @@ class NodeMachine:
     info: NodeInfo | None = None  # the last word, of an unreachable node too
     problems: list[Problem] = field(default_factory=list)
     draining: bool = False
+    listed: frozenset[str] = frozenset()  # GPUs that cluster.toml names
 
     @property
     def up(self) -> bool:
@@ -150,7 +157,7 @@ class NodeMachine:
 
     def _heard(self, now: float, wall: float, info: NodeInfo, running: int) -> Became | None:
         self.heard, self.info = now, info
-        self.problems = problems_of(info, wall=wall, draining=self.draining)
+        self.problems = problems_of(info, wall=wall, draining=self.draining, listed=self.listed)
         return self._enter(self._up_state(running), now, self._worst())
 
     def _up_state(self, running: int) -> NodeStateName:

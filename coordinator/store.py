@@ -44,8 +44,10 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TABLE jobs (
         name TEXT PRIMARY KEY, number INTEGER NOT NULL, state TEXT NOT NULL, record BLOB NOT NULL);
     CREATE TABLE orders (name TEXT PRIMARY KEY, submission TEXT NOT NULL, payload BLOB NOT NULL);
-    CREATE TABLE outbox (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, action BLOB NOT NULL);
-    CREATE TABLE cursors (node TEXT PRIMARY KEY, journal_id TEXT NOT NULL, seq INTEGER NOT NULL) WITHOUT ROWID;
+    CREATE TABLE outbox (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, action BLOB NOT NULL);
+    CREATE TABLE cursors (
+        node TEXT PRIMARY KEY, journal_id TEXT NOT NULL, seq INTEGER NOT NULL) WITHOUT ROWID;
     CREATE TABLE evaluations (
         job TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, node TEXT NOT NULL,
         val_loss BLOB NOT NULL, label_tokens INTEGER NOT NULL, best INTEGER NOT NULL, time REAL NOT NULL,
@@ -232,7 +234,7 @@ class Store:
         row = self._connection.execute(
             "SELECT journal_id, seq FROM cursors WHERE node = ?", (node,)
         ).fetchone()
-        return Cursor(node, *(row or ("", 0)))
+        return Cursor(node, row[0], row[1]) if row else Cursor(node, "", 0)
 
     def evaluations(self, job: str, after_step: int = -1) -> list[Evaluation]:
         """Of the job, by step."""
