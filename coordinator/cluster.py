@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-from gshare.agent.node.protocol import NodeInfo
 from gshare.coordinator.actions import CheckBest, ClusterAction, Pause, Resume, Stop
-from gshare.coordinator.attempts import Attempts, Limits
+from gshare.coordinator.attempts import Attempts
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.events import (
     AttemptChanged,
@@ -44,6 +42,7 @@ from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobFacts, JobR
 from gshare.coordinator.leaderboard import better, same_best
 from gshare.coordinator.node_state import Became, NodeMachine
 from gshare.coordinator.slots import view_of
+from gshare.coordinator.transfers import Limits
 
 
 class Cluster(Attempts):
@@ -378,13 +377,3 @@ class Cluster(Attempts):
         self._say("warning", text, job=event.job, node=event.node)
         job.best_val_loss, job.best_step = seen
         self._touch(job)
-
-    def info(self, node: str) -> NodeInfo | None:
-        """What the node last said of itself."""
-        machine = self.nodes.get(node)
-        return machine.info if machine else None
-
-
-def copy_of(jobs: Iterable[JobRecord]) -> list[JobRecord]:
-    """Records that stay as they are while the machine goes on: for views and for writing later."""
-    return [msgspec.structs.replace(job) for job in jobs]
