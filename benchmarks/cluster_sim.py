@@ -153,6 +153,7 @@ class World:
         self.cluster = machine()
         self.boots = 0
         self.running = False
+        self.kills_at_rename = 30
         # What is measured and what must hold.
         self.placed: dict[str, list[int]] = {}  # job → attempts put into its output directory
         self.started: dict[tuple[str, int], tuple[str, str]] = {}
@@ -244,8 +245,8 @@ class World:
         self.events += 1
         self.machine_s += took
         starts = [action for action in actions if isinstance(action, Start)]
-        if starts:
-            self.placements += [took / len(starts)] * len(starts)
+        new = sum((start.job, start.attempt) not in self.started for start in starts)
+        self.placements += [took / new] * new if new else []
         for job in self.cluster.take_changed():
             self.records[job.facts.name] = msgspec.msgpack.encode(job)
         if done is not None:
@@ -352,7 +353,8 @@ class World:
         attempts = self.placed.setdefault(action.job, [])
         if action.attempt not in attempts:
             attempts.append(action.attempt)
-        if self.random.random() < 0.02:
+        if self.kills_at_rename and self.random.random() < 0.02:
+            self.kills_at_rename -= 1
             self._kill_coordinator()  # between the rename and its record
         else:
             self.tell(Published(job=action.job, attempt=action.attempt), done=action)

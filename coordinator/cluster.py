@@ -59,6 +59,7 @@ class Cluster(Attempts):
         self._configs: dict[str, NodeConfig] = {}
         self._order = max((job.order for job in self.jobs.values()), default=0)
         self._hold, self._placing, self._settled_at = False, False, 0.0
+        self._untried: list[str] = []  # nodes of the start that were not tried yet, some others among them
         self._best_asked: dict[str, tuple[float | None, int | None]] = {}
         self._best_asked_at: dict[str, float] = {}  # by node
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -132,6 +133,7 @@ class Cluster(Attempts):
         for name, node in self.nodes.items():
             has_jobs = bool(self._on_node.get(name) or self._pulls.get(name))
             self._became(node.restarted(self.now, has_jobs=has_jobs))
+        self._untried = sorted(self.nodes, reverse=True)
 
     def _hold_placement(self, event: HoldPlacement) -> None:
         self._hold = event.on
@@ -147,11 +149,13 @@ class Cluster(Attempts):
         self._decide()
 
     def _undecided(self) -> bool:
-        """Whether a node was not yet tried to the end."""
-        return any(
-            node.state == "deploying" or (node.state in ("new", "unreachable") and not node.tried)
-            for node in self.nodes.values()
-        )
+        """Whether a node of the start was not yet tried to the end."""
+        while self._untried:
+            node = self.nodes.get(self._untried[-1])
+            if node is not None and node.undecided:
+                return True
+            self._untried.pop()
+        return False
 
     # --- nodes
 
