@@ -41,7 +41,9 @@ LIMITS = Limits(lost_after_s=60.0, settle_s=0.0, fault_delay_s=1.0, faults=4)
 
 
 def submit(model: Model, pick: Pick) -> None:
-    model.tell(Submit(facts=facts(pick(JOBS), base=pick("xy"))))
+    """Perhaps a name that an ended job had."""
+    order = facts(pick(JOBS), base=pick("xy"), submission=pick(("first", "first", "second")))
+    model.tell(Submit(facts=order))
 
 
 def steer(model: Model, pick: Pick) -> None:
