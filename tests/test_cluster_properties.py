@@ -41,9 +41,12 @@ LIMITS = Limits(lost_after_s=60.0, settle_s=0.0, fault_delay_s=1.0, faults=4)
 
 
 def submit(model: Model, pick: Pick) -> None:
-    """Perhaps a name that an ended job had."""
-    order = facts(pick(JOBS), base=pick("xy"), submission=pick(("first", "first", "second")))
-    model.tell(Submit(facts=order))
+    """The same order again, or another one, perhaps of a name that an ended job had."""
+    name = pick(JOBS)
+    old = model.cluster.jobs.get(name)
+    again = old is not None and pick((True, True, False))
+    order = facts(name, base=pick("xy"), submission=f"of {model.now} and {len(model.starts)}")
+    model.tell(Submit(facts=old.facts if old is not None and again else order))
 
 
 def steer(model: Model, pick: Pick) -> None:
