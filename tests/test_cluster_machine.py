@@ -287,6 +287,7 @@ def test_an_attempt_that_the_store_does_not_know_is_stopped_and_its_number_not_u
     assert [type(a) for a in model.tell(AttemptChanged(node="a", status=status("x", 1, "running")))][
         -1
     ] is Stop
+    model.outbox.clear()
     running(model)
     model.tell(AttemptChanged(node="a", status=status("j", 7, "running")))
     model.tell(AttemptChanged(node="a", status=status("j", 1, "failed", retry=True)))

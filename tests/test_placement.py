@@ -67,6 +67,14 @@ def test_ties_go_to_the_name_and_adapters_spread() -> None:
     assert [n for _, n, _ in places(placement)] == ["a", "b", "c"]
 
 
+def test_an_idle_gpu_is_preferred_to_one_that_has_the_base() -> None:
+    placement = Placement()
+    for name in ("a", "b", "c"):
+        placement.set_node(node(name, gpu("g", 10_000)))
+    submit(placement, *(facts(f"j{i}") for i in range(6)))
+    assert [n for _, n, _ in places(placement)] == ["a", "b", "c", "a", "b", "c"]
+
+
 def test_limits_of_gpu_and_node() -> None:
     placement = Placement()
     placement.set_node(node("a", gpu("g0", 90_000, most=1), gpu("g1", 90_000, most=5), most=3))
@@ -238,7 +246,7 @@ class Plain:
                 full = slot.max_adapters is not None and len(here) >= slot.max_adapters
                 if full or (view.max_adapters is not None and on_node >= view.max_adapters) or need > free:
                     continue
-                score = free / need * slot.factor / (1 + len(here))
+                score = free / job.adapter_mb * slot.factor / (1 + len(here))
                 rank = (-score, view.name, slot.gpu)
                 best = min(best, rank) if best else rank
         if best is None:
