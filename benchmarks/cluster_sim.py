@@ -11,8 +11,8 @@ good or come back empty, partitions heal before and after ten minutes, attempts 
 the disk at home is full, and the coordinator itself is killed with everything that was under way.
 
 In the end every job must have ended as it should, and every completed one must have been put into its output
-directory once. Counted as events are those that the machine handled; its time is the time inside `handle`: of the processor
-for the rate (one core, whatever else runs on it), of the wall clock for a placement.
+directory once. Counted as events are those that the machine handled; its time is the time inside `handle`: of
+the processor for the rate (one core, whatever else runs on it), of the wall clock for a placement.
 
 Exit code 0 when every gate holds, 1 when one fails.
 """
