@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from gshare.agent.node.protocol import SUBSYSTEM
 from gshare.agent.service.server import socket_address
+from gshare.coordinator.deploy_plan import Deployed
 from gshare.coordinator.node_fault import NodeFault
 
 if TYPE_CHECKING:
-    from gshare.coordinator.deploy import Deployed
     from gshare.coordinator.remote import Remote
 
 OPEN_SECONDS = 20.0

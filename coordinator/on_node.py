@@ -42,6 +42,8 @@ from typing import Any
 
 MARK = "gshare-answer:"
 STAMP_VARIABLE = "GSHARE_DEPLOYED"
+#: An agent's stamp is its installation's, this, and a hash of its environment.
+STAMP_BORDER = "~"
 UNIT = "gshare-agent.service"
 START_SECONDS = 30.0
 STOP_SECONDS = 60.0  # an idle agent needs none of it
@@ -79,9 +81,9 @@ def errand(request: str) -> None:
 def look(state_dir: str | None, stamp: str, want_torch: bool) -> dict[str, Any]:
     """What is there. `state_dir` None: the XDG one. torch is imported only when `stamp` is not installed."""
     state = place(state_dir)
-    complete = read_json(state / "install" / stamp / "complete.json")
+    complete = finished(state / "install" / stamp)
     torch, torch_fault = "", ""
-    if want_torch and not complete:
+    if want_torch and complete is None:
         torch, torch_fault = import_torch([sys.executable])
     disk = os.statvfs(nearest(state))
     return {
@@ -114,6 +116,12 @@ def nearest(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def finished(home: Path) -> dict[str, Any] | None:
+    """complete.json, if the interpreter that it names still runs (the one below it may be gone)."""
+    complete = read_json(home / "complete.json")
+    return complete if os.path.exists(str(complete.get("python", ""))) and complete else None
 
 
 def import_torch(python: list[str]) -> tuple[str, str]:
@@ -213,8 +221,8 @@ def install(
     state = Path(state_dir)
     with locked(state):
         home = state / "install" / stamp
-        complete = read_json(home / "complete.json")
-        if complete:
+        complete = finished(home)
+        if complete is not None:
             return {"complete": complete}  # somebody else has just done it
         note_try(state, stamp, "it was interrupted")
         try:
@@ -304,6 +312,7 @@ def start(
     with locked(state):
         if found := running(state):
             return {"running": found}
+        note_try(state, f"start {stamp}", "")
         environment = {**environment, STAMP_VARIABLE: stamp}
         log = state / "agent.log"
         process = None
@@ -332,7 +341,7 @@ def start(
 
 
 def start_unit(state: Path, command: list[str], environment: dict[str, str]) -> None:
-    """`gshare agent --install` writes and starts the unit; what it is to have in its environment is a drop-in."""
+    """`gshare agent --install` writes and starts the unit; its environment is a drop-in of ours."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     units = (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "systemd" / "user"
     drop_in = units / f"{UNIT}.d" / "deployed.conf"
@@ -385,7 +394,7 @@ def clear(state_dir: str, keep: list[str]) -> dict[str, Any]:
     state = Path(state_dir)
     with locked(state):
         found = running(state)
-        kept = {*keep, found["stamp"] if found else ""}
+        kept = {*keep, found["stamp"].partition(STAMP_BORDER)[0] if found else ""}
         gone = [entry for entry in (state / "install").iterdir() if entry.is_dir() and entry.name not in kept]
         for entry in gone:
             shutil.rmtree(entry, ignore_errors=True)
@@ -398,9 +407,15 @@ def clear(state_dir: str, keep: list[str]) -> dict[str, Any]:
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout,
-            check=False, cwd="/",
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            cwd="/",  # `-m` looks in the current folder first, and the home may hold a clone
+        )
     except subprocess.TimeoutExpired:
         raise Failed("install", f"{' '.join(command[:4])} did not end within {timeout:g} s") from None
 
