@@ -293,14 +293,13 @@ def build(
 
 
 def find_pip(python: str) -> list[str]:
-    """A pip that installs into that environment: an inherited one, else Python's own copy."""
+    """A pip that installs into that environment: an inherited one, its maker's, else Python's own copy."""
     if run([python, "-m", "pip", "--version"], 60).returncode == 0:
         return [python, "-m", "pip"]
-    ensured = run([python, "-m", "ensurepip", "--default-pip"], 120)
-    if ensured.returncode == 0:
-        return [python, "-m", "pip"]
-    if run([sys.executable, "-m", "pip", "--version"], 60).returncode == 0:
+    if run([sys.executable, "-m", "pip", "--python", python, "--version"], 60).returncode == 0:  # 22.3 on
         return [sys.executable, "-m", "pip", "--python", python]
+    if run([python, "-m", "ensurepip", "--default-pip"], 120).returncode == 0:
+        return [python, "-m", "pip"]
     hint = "install its venv module (Debian: python3-venv), or pip"
     raise Failed("no_python", f"{sys.executable} has neither pip nor ensurepip; {hint}")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from gshare.coordinator.deploy_plan import Deployed, Hello
 from gshare.coordinator.host_keys import HostKeys
 from gshare.coordinator.node_fault import NodeFault
 from gshare.coordinator.remote import Remote, reach
-from sshd import other_user, start_sshd
+from sshd import free_port, make_key, other_user, require_sshd, start_sshd
 from wheelhouse import make_wheelhouse
 
 SUPPORT = Path(__file__).parent / "support"
@@ -233,10 +235,13 @@ def test_two_builds_do_not_replace_each_other_in_a_loop(
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> str:
-    """An interpreter without torch or anything else."""
+    """An interpreter that has pip and nothing else."""
+    pip = pytest.importorskip("pip")
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=120
     )
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    (packages / "pip").symlink_to(Path(pip.__file__).parent)
     return str(tmp_path / "bare" / "bin" / "python")
 
 
@@ -248,6 +253,7 @@ def no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
 
 
+@pytest.mark.slow
 def test_without_torch_an_environment_is_made_from_an_index(
     local: Callable[..., NodeConfig],
     bare_python: str,
@@ -371,12 +377,21 @@ def python_for(user: str, folder: Path) -> str | None:
     sees the same packages.
     """
 
+    entry = pwd.getpwnam(user)
+
     def works(python: str) -> bool:
-        command = ["setpriv", "--reuid", user, "--clear-groups", python, "-c", "import torch"]
+        environment = {"PATH": os.environ["PATH"], "HOME": "/"}
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            environment = {"PATH": os.environ["PATH"], "HOME": "/"}
             done = subprocess.run(
-                command, capture_output=True, check=False, timeout=120, env=environment, cwd="/"
+                [python, "-c", "import torch"],
+                capture_output=True,
+                check=False,
+                timeout=120,
+                env=environment,
+                cwd="/",
+                user=entry.pw_uid,
+                group=entry.pw_gid,
+                extra_groups=[],
             )
             return done.returncode == 0
         return False
@@ -441,13 +456,56 @@ def check_deploy_over_ssh(node: NodeConfig, known: str, home: Path, tmp_path: Pa
     deadline = time.monotonic() + 60
     while on_node.running(Path(state)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    fault = None
-    try:
-        hello(node, first, keys)
-    except NodeFault as error:
-        fault = error
-    assert fault is None  # the bridge was started and ended by itself
+    assert hello(node, first, keys) is None  # the bridge finds no agent, and ends
     assert run(node, keys).done == ("started the agent",)
+
+
+def test_an_agent_that_listens_itself_is_reached_by_its_subsystem(tmp_path: Path) -> None:
+    """transport "agent": nothing is deployed; its own host key is checked like any other."""
+    require_sshd()  # for ssh-keygen
+    key, port = make_key(tmp_path / "key"), free_port()
+    state = tmp_path / "state"
+    words = ["agent", "--state-dir", str(state), "--bind", f"127.0.0.1:{port}"]
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "gshare.cli.main", *words, "--authorized-keys", f"{key}.pub"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert agent.stderr is not None
+        while "host key SHA256:" not in (line := agent.stderr.readline()):
+            assert line, "the agent ended"
+        node = NodeConfig(
+            name="lab",
+            host="127.0.0.1",
+            port=port,
+            transport="agent",
+            identity=str(key),
+            user=getpass.getuser(),
+        )
+
+        async def ask(keys: HostKeys) -> Hello | None:
+            remote = await reach(node, keys)
+            channel = await open_channel(remote)
+            try:
+                return await asyncio.wait_for(deploy_module._ask(channel), 30)
+            finally:
+                await channel.close()
+                await remote.close()
+
+        with pytest.raises(NodeFault) as caught:
+            asyncio.run(ask(HostKeys(tmp_path / "known_hosts", also_read=())))
+        assert caught.value.kind == "host_key_unknown"
+        assert line.strip().endswith(caught.value.text.split("key is ")[1].split(";")[0])
+        found = asyncio.run(ask(HostKeys(tmp_path / "known_hosts", also_read=(), accept_new=True)))
+        assert found is not None
+        assert found.protocol == NODE_PROTOCOL_VERSION
+    finally:
+        agent.kill()
+        agent.wait(10)
+        assert agent.stderr is not None
+        agent.stderr.close()
 
 
 def test_a_login_shell_that_prints_is_named(tmp_path: Path) -> None:

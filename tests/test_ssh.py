@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sshd as sshd_support
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.host_keys import HostKeys, HostKeyUnknown
 from gshare.coordinator.node_fault import NodeFault
@@ -319,3 +320,13 @@ def test_a_jump_host_that_cannot_be_read_is_named(home: Path, jump: str) -> None
     node = NodeConfig(name="desk", host="127.0.0.1", proxy_jump=jump)
     fault = fault_of(node, HostKeys(home / "known_hosts", also_read=()))
     assert (fault.kind, "proxy_jump" in fault.text) == ("config", True)
+
+
+def test_without_sshd_these_tests_are_skipped_or_fail_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sshd_support, "SSHD", None)
+    monkeypatch.delenv("GSHARE_REQUIRE_SSHD", raising=False)
+    with pytest.raises(pytest.skip.Exception):
+        sshd_support.require_sshd()
+    monkeypatch.setenv("GSHARE_REQUIRE_SSHD", "1")
+    with pytest.raises(pytest.fail.Exception):
+        sshd_support.require_sshd()
