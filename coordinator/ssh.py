@@ -295,8 +295,11 @@ def connection_fault(node: NodeConfig, hop: Hop, error: Exception, *, jumped: bo
         text = f"{at}: the connection was lost: {error.reason or 'closed by the other side'}"
         return NodeFault(node.name, "lost", text + (" (through the jump host)" if jumped else ""))
     if isinstance(error, OSError):
-        kind = "timeout" if error.errno == errno.ETIMEDOUT else "unreachable"
-        return NodeFault(node.name, kind, f"{at}: {error.strerror or error}; check the network")
+        # For ssh_config's ConnectTimeout asyncssh raises a bare TimeoutError, an OSError from Python 3.11 on.
+        timed_out = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
+        kind = "timeout" if timed_out else "unreachable"
+        why = error.strerror or str(error) or "no answer within ConnectTimeout"
+        return NodeFault(node.name, kind, f"{at}: {why}; check the network")
     return NodeFault(node.name, "config", f"{at}: {error}; see ~/.ssh/config")
 
 

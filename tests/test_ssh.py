@@ -276,6 +276,12 @@ def test_timeouts_of_silent_nodes_run_side_by_side(home: Path, silent: int, sshd
     assert took < 20  # summed they are 40 s
 
 
+def test_the_connect_timeout_of_ssh_config_counts_too(home: Path, silent: int) -> None:
+    (home / ".ssh" / "config").write_text("Host *\n  ConnectTimeout 1\n")
+    node = NodeConfig(name="dark", host="127.0.0.1", port=silent)
+    assert fault_of(node, keys_of(home), timeout=60).kind == "timeout"
+
+
 def test_a_black_hole_in_the_middle_ends_the_connection(home: Path, sshd: Sshd) -> None:
     """SIGSTOP: TCP acknowledges, nobody answers. Without keepalive it would wait for ever."""
 
