@@ -95,9 +95,10 @@ class JobSubmission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmitToCluster(_Message, frozen=True, kw_only=True, tag="submit"):
-    """All or none. Answered by `Submitted`; asked again with the same content: the same answer."""
+    """All or none. Answered by `Submitted`; asked again with the same `submission`: the same answer."""
 
     id: int
+    submission: str  # drawn by the client
     model: ModelSource
     base_dtype: BaseDtype
     schedule: ScheduleName = "synchronized"

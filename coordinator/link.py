@@ -1,19 +1,17 @@
 """One connection to an agent: hello, requests with their replies, the stream of events.
 
-    link = await AgentLink.open(reader, writer, owner=…, session=…, on_event=…)
+    link = await AgentLink.open(stream, client=…, owner=…, session=…, on_event=…)
     info = await link.ask(NodeInfo, DescribeNode)
     gap = await link.follow(journal_id, after_seq)
     reason = await link.wait_gone()
 
-It knows nothing of SSH: `reader` and `writer` are an asyncio stream, a Unix socket's or an SSH channel's. What
-comes from the agent is not trusted: a frame that is none, a reply nobody asked for and an event of another
-journal end the connection, with the reason.
+It knows nothing of SSH: the stream is whatever `channel.py` opened. What comes from the agent is not trusted:
+a frame that is none, a reply that nobody asked for and a second hello end the connection, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Protocol, TypeVar
@@ -36,6 +34,8 @@ from gshare.agent.service.wire import FrameReader, WireError, convert, encode
 #: Requests that touch no large file are answered from memory.
 REPLY_SECONDS = 30.0
 HELLO_SECONDS = 20.0
+#: One chunk, on a line that is nearly dead.
+DRAIN_SECONDS = 120.0
 _READ_BYTES = 65536
 #: Text from a node is shown to people, so it is cut to a line of this length.
 REASON_LENGTH = 500
@@ -43,14 +43,35 @@ REASON_LENGTH = 500
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class StreamReaderLike(Protocol):
-    async def read(self, n: int = -1, /) -> bytes: ...
+class Stream(Protocol):
+    """What a link needs of `channel.Channel`."""
 
-
-class StreamWriterLike(Protocol):
-    def write(self, data: bytes, /) -> object: ...
+    async def read(self, most: int = ..., /) -> bytes: ...
+    def write(self, data: bytes, /) -> None: ...
     async def drain(self) -> None: ...
-    def close(self) -> object: ...
+    async def close(self) -> None: ...
+
+
+class StreamPair:
+    """An asyncio stream as one object."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def read(self, most: int = _READ_BYTES, /) -> bytes:
+        return await self._reader.read(most)
+
+    def write(self, data: bytes, /) -> None:
+        self._writer.write(data)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    async def close(self) -> None:
+        self._writer.close()
+        # close() flushes first, and one who does not read would keep the socket for ever.
+        asyncio.get_running_loop().call_later(1.0, self._writer.transport.abort)
 
 
 class LinkGone(GshareError):
@@ -65,8 +86,8 @@ class LinkRefused(GshareError):
         self.retry = retry
 
 
-class LinkLate(LinkGone):
-    """No answer in time. The connection cannot be used any further: a late reply would be mistaken."""
+class LinkLate(GshareError):
+    """No answer in time. Requests may be asked again: the same ones get the same answer."""
 
 
 class AgentLink:
@@ -76,12 +97,10 @@ class AgentLink:
 
     def __init__(
         self,
-        reader: StreamReaderLike,
-        writer: StreamWriterLike,
+        stream: Stream,
         on_event: Callable[[NodeEventFrame], None] | None,
     ) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._stream = stream
         self._on_event = on_event
         self._frames = FrameReader()
         self._pending: dict[int, asyncio.Future[msgspec.Struct]] = {}
@@ -90,12 +109,12 @@ class AgentLink:
         self._seq = 0
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
         cls,
-        reader: StreamReaderLike,
-        writer: StreamWriterLike,
+        stream: Stream,
         *,
         client: str,
         owner: str = "",
@@ -108,7 +127,7 @@ class AgentLink:
         `on_event` hears of every event frame, in order, once each; it may not block for long. What it raises
         ends the connection. Raises `LinkRefused` when the agent refuses, `LinkGone` for anything else.
         """
-        link = cls(reader, writer, on_event)
+        link = cls(stream, on_event)
         hello = NodeClientHello(
             protocol=NODE_PROTOCOL_VERSION,
             gshare=version("gshare"),
@@ -120,10 +139,10 @@ class AgentLink:
         try:
             link.hello = await asyncio.wait_for(link._greet(hello), hello_seconds)
         except asyncio.TimeoutError:
-            writer.close()
+            await stream.close()
             raise LinkLate(f"no hello from the agent within {hello_seconds:.0f} s") from None
         except BaseException:
-            writer.close()
+            await stream.close()
             raise
         link._reading = asyncio.create_task(link._read())
         return link
@@ -137,20 +156,21 @@ class AgentLink:
         return await asyncio.shield(self._gone)
 
     async def ask(
-        self, reply_type: type[R], make: type[msgspec.Struct], *, timeout: float = REPLY_SECONDS, **fields: object
+        self,
+        reply_type: type[R],
+        make: type[msgspec.Struct],
+        *,
+        timeout: float = REPLY_SECONDS,
+        **fields: object,
     ) -> R:
-        """Sends `make(id=…, **fields)` and returns its reply. Raises `LinkRefused`, `LinkLate`, `LinkGone`.
-
-        A late reply ends the connection: whoever asked has no way of knowing what was done.
-        """
+        """Sends `make(id=…, **fields)` and returns its reply. Raises `LinkRefused`, `LinkLate`, `LinkGone`."""
         future = self.send(make, **fields)
         try:
-            await self._drain(timeout)
+            await self.drain()
             reply = await asyncio.wait_for(future, timeout)
         except asyncio.TimeoutError:
-            reason = f"no answer to {make.__name__} within {timeout:.0f} s"
-            self._end(reason)
-            raise LinkLate(reason) from None
+            future.cancel()
+            raise LinkLate(f"the agent did not answer {make.__name__} within {timeout:.0f} s") from None
         return self.checked(reply, reply_type)
 
     def send(self, make: type[msgspec.Struct], **fields: object) -> asyncio.Future[msgspec.Struct]:
@@ -163,7 +183,7 @@ class AgentLink:
         self._pending[request_id] = future
         future.add_done_callback(lambda _: self._pending.pop(request_id, None))
         try:
-            self._writer.write(encode(make(id=request_id, **fields)))
+            self._stream.write(encode(make(id=request_id, **fields)))
         except (OSError, RuntimeError) as error:
             self._end(f"the connection broke ({error})")
             future.cancel()
@@ -171,7 +191,7 @@ class AgentLink:
         return future
 
     def checked(self, reply: msgspec.Struct, reply_type: type[R]) -> R:
-        """The reply as what was asked for. `LinkRefused` for a refusal; any other type ends the connection."""
+        """The reply as what was asked for. `LinkRefused` for a refusal; another type ends the connection."""
         if isinstance(reply, NodeRefused):
             raise LinkRefused(one_line(reply.reason), retry=reply.retry)
         if not isinstance(reply, reply_type):
@@ -190,24 +210,30 @@ class AgentLink:
 
     async def close(self) -> None:
         self._end("closed")
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        for task in (self._reading, self._closing):
+            if task is not None:
+                if task is self._reading:
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
-    async def _drain(self, timeout: float) -> None:
+    async def drain(self) -> None:
+        """Until most of what was sent has left. `LinkGone`: nothing was taken for `DRAIN_SECONDS`."""
         try:
-            await asyncio.wait_for(self._writer.drain(), timeout)
-        except (OSError, RuntimeError) as error:
+            await asyncio.wait_for(self._stream.drain(), DRAIN_SECONDS)
+        except asyncio.TimeoutError:
+            self._end(f"the agent took nothing for {DRAIN_SECONDS:.0f} s")
+            raise LinkGone(self._gone.result()) from None
+        except (OSError, RuntimeError, GshareError) as error:
             self._end(f"the connection broke ({error})")
             raise LinkGone(self._gone.result()) from None
 
     async def _greet(self, hello: NodeClientHello) -> NodeHello:
         try:
-            self._writer.write(encode(hello))
-            await self._writer.drain()
+            self._stream.write(encode(hello))
+            await self._stream.drain()
             messages: list[dict[str, object]] = []
             while not messages:
-                data = await self._reader.read(_READ_BYTES)
+                data = await self._stream.read(_READ_BYTES)
                 if not data:
                     raise LinkGone("the agent hung up before its hello")
                 messages = self._frames.feed(data)
@@ -231,7 +257,7 @@ class AgentLink:
     async def _read(self) -> None:
         reason = "the agent hung up"
         try:
-            while data := await self._reader.read(_READ_BYTES):
+            while data := await self._stream.read(_READ_BYTES):
                 for frame in self._frames.feed(data):
                     self._take(convert(frame, FromNode))
         except asyncio.CancelledError:
@@ -239,8 +265,8 @@ class AgentLink:
             raise
         except WireError as error:
             reason = f"what the agent sent is not the protocol: {one_line(str(error))}"
-        except LinkGone as error:
-            reason = str(error)
+        except GshareError as error:
+            reason = one_line(str(error))
         except Exception as error:  # asyncssh's own types, a broken pipe, a handler that failed
             reason = f"the connection broke ({type(error).__name__}: {error})"
         finally:
@@ -255,9 +281,9 @@ class AgentLink:
             raise LinkGone(one_line(message.reason))
         else:
             future = self._pending.get(message.reply_to)
-            if future is None:
+            if future is None and not 0 < message.reply_to <= self._last_id:
                 raise LinkGone(f"the agent answered request {message.reply_to}, which nobody made")
-            if not future.done():
+            if future is not None and not future.done():  # else nobody waits any more
                 future.set_result(message)
 
     def _take_event(self, frame: NodeEventFrame) -> None:
@@ -276,8 +302,7 @@ class AgentLink:
             if not future.done():
                 future.set_exception(LinkGone(reason))
                 future.exception()  # one that nobody awaits any more is no error of its own
-        with contextlib.suppress(OSError, RuntimeError):
-            self._writer.close()
+        self._closing = asyncio.get_running_loop().create_task(self._stream.close())
 
 
 def one_line(text: str) -> str:
