@@ -163,7 +163,7 @@ class AgentLink:
         timeout: float = REPLY_SECONDS,
         **fields: object,
     ) -> R:
-        """Sends `make(id=…, **fields)` and returns its reply. Raises `LinkRefused`, `LinkLate`, `LinkGone`."""
+        """Sends `make(id=…, **fields)`, waits for the reply: `LinkRefused`, `LinkLate`, `LinkGone`."""
         future = self.send(make, **fields)
         try:
             await self.drain()
