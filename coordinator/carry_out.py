@@ -25,6 +25,7 @@ from gshare.agent.node.protocol import (
 from gshare.coordinator import actions, events
 from gshare.coordinator.blobs import Damaged, DiskFull
 from gshare.coordinator.facts import CheckpointRef, JobRecord
+from gshare.coordinator.file_transfer import Bundle, SourceChanged, pull_bundle, push_files
 from gshare.coordinator.home import Home
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import (
@@ -37,7 +38,6 @@ from gshare.coordinator.orders import (
 from gshare.coordinator.results import OutputTaken
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Pending
-from gshare.coordinator.transfers import Bundle, SourceChanged, pull_bundle, push_files
 
 #: An agent answers a command when it has been passed on; a stop writes a checkpoint first only later.
 COMMAND_SECONDS = 60.0

@@ -17,7 +17,7 @@ from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSourc
 from gshare.coordinator.blobs import BlobStore
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.facts import CheckpointRef, JobFacts
-from gshare.coordinator.transfers import Source
+from gshare.coordinator.file_transfer import Source
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ def place_results(output_dir: Path, results: Sequence[Result], *, mark: str) -> 
 
     Args:
         output_dir: absolute; made where it is missing.
-        results: at least one; names as checked by `transfers.check_bundle`.
+        results: at least one; names as checked by `file_transfer.check_bundle`.
         mark: which coordinator's job this is; a call cleans up after one of the same mark that was killed.
 
     Raises `DiskFull`, `OutputTaken`, `Damaged` (a source without its hash); all may be tried again.

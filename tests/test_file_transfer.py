@@ -12,7 +12,7 @@ from gshare.agent.node import protocol as p
 from gshare.coordinator import blobs as blobs_module
 from gshare.coordinator.blobs import BlobStore, Damaged, DiskFull, path_fault
 from gshare.coordinator.link import LinkGone, LinkRefused
-from gshare.coordinator.transfers import Source, SourceChanged, check_bundle, pull_bundle, push_files
+from gshare.coordinator.file_transfer import Source, SourceChanged, check_bundle, pull_bundle, push_files
 
 
 def source(path: Path, data: bytes) -> Source:
