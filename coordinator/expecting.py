@@ -1,4 +1,4 @@
-"""`--expect-workers N`: wait until N nodes are ready, at most so long; then say who is missing and why. Pure."""
+"""`--expect-workers N`: wait until N nodes are ready, at most so long; else say who is missing and why. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Expecting:
         return sum(node.placeable for node in nodes) >= self.workers
 
     def too_late(self, nodes: Iterable[NodeMachine], now: float) -> str | None:
-        """The message that ends the wait, one line a node that is missing; None: not over, or they are there."""
+        """What ends the wait, a line for each node that is missing; None: not over, or they are there."""
         nodes = list(nodes)
         if self.ready(nodes) or now - self.since < self.timeout_s:
             return None

@@ -104,6 +104,7 @@ class NodeMachine:
     problems: list[Problem] = field(default_factory=list)
     draining: bool = False
     listed: frozenset[str] = frozenset()  # GPUs that cluster.toml names
+    tried: bool = False  # since the coordinator's start: it came up, or could not be reached
 
     @property
     def up(self) -> bool:
@@ -116,13 +117,14 @@ class NodeMachine:
 
     def restarted(self, now: float, *, has_jobs: bool) -> Became | None:
         """The coordinator starts. A node with jobs gets its whole time again before it counts as lost."""
+        self.tried = False
         return self._enter("unreachable" if has_jobs else "new", now, "not connected yet")
 
     def deploying(self, now: float, text: str) -> Became | None:
         return self._enter("deploying", now, text) if not self.up and self.state != "lost" else None
 
     def came_up(self, now: float, wall: float, info: NodeInfo, running: int, draining: bool) -> Became | None:
-        self.draining = draining
+        self.draining, self.tried = draining, True
         return self._heard(now, wall, info, running)
 
     def beat(self, now: float, wall: float, info: NodeInfo, running: int) -> Became | None:
@@ -134,6 +136,7 @@ class NodeMachine:
         return self._enter(self._up_state(running), now, self._worst()) if self.up else None
 
     def went_down(self, now: float, reason: str) -> Became | None:
+        self.tried = True
         if self.state in ("new", "deploying"):
             return self._enter("new" if self.info is None else "unreachable", now, reason)
         if self.state == "unreachable":
