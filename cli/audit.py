@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from gshare.agent.data.prepare import run_estimate
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import RunSpec
-from gshare.cli.estimate import run_estimate
 from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
 from gshare.cli.gpu_hold import hold_gpu, say
 from gshare.cli.gpu_plan import plan_gpu

@@ -1,4 +1,4 @@
-"""How much memory a command will take, from a prepared run or a model's config; and `--dry-run --json`."""
+"""How much memory an answer will take, from a model's config; and what `--dry-run --json` prints."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ from gshare.agent.jobs.memory import (
     MemoryEstimate,
     ModelShape,
     estimate_generation,
-    estimate_run,
-    largest_pass,
 )
 from gshare.agent.jobs.spec import BaseDtype, JobRequest, RunSpec
 from gshare.agent.service.registry import GpuRequest
-
-
-def run_estimate(
-    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], *, on_gpu: bool
-) -> MemoryEstimate:
-    """Of training `requests` together."""
-    from gshare.agent.base.config import read_config
-
-    tokens, longest = largest_pass(run)
-    return estimate_run(
-        ModelShape.of(read_config(model_dir)),
-        [request.spec for request in requests],
-        base_dtype=run.base_dtype,
-        device="cuda" if on_gpu else "cpu",
-        pass_tokens=tokens,
-        longest_row=longest,
-    )
 
 
 def generation_estimate(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from gshare.agent.data.prepare import run_estimate
 from gshare.agent.errors import EXIT_OK, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
@@ -24,7 +25,7 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
-from gshare.cli.estimate import dry_run_json, run_estimate
+from gshare.cli.estimate import dry_run_json
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu, save_often
 from gshare.cli.prepare import prepare, read_spec

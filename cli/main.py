@@ -4,7 +4,7 @@
     gshare jobs       list, attach, stop …    gshare audit     packed and solo, byte for byte
     gshare data       look at the data        gshare doctor    what this machine has and lacks
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
-    gshare version
+    gshare agent      the daemon of a node    gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),
     "audit": ("gshare.cli.audit:audit", "Train packed and alone, and compare byte for byte."),
     "gpu": ("gshare.cli.gpu:app", "Who has reserved which GPU's memory; run a program under a reservation."),
+    "agent": ("gshare.cli.agent:app", "Run this node's agent, which runs what a coordinator sends."),
     "doctor": ("gshare.cli.doctor:doctor", "What this machine has and lacks, and how to mend it."),
 }
 

@@ -37,6 +37,7 @@ def test_commands_are_frozen() -> None:
         "export": "gshare.cli.export:export",
         "audit": "gshare.cli.audit:audit",
         "gpu": "gshare.cli.gpu:app",
+        "agent": "gshare.cli.agent:app",
         "doctor": "gshare.cli.doctor:doctor",
     }
 

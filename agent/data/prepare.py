@@ -1,0 +1,137 @@
+"""From a run's spec to requests that a trainer takes: the model found, every data file tokenised and split.
+
+Shared by `gshare finetune`, `gshare audit` and the node's agent (in a process of its own). What is wrong with
+the input shows here, before anything is written under an output directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import Faults
+from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.xdg import cache_dir
+
+if TYPE_CHECKING:
+    from gshare.agent.data.tokens import TokenStore
+
+#: What is being done, how much is done, out of how much (0: not known).
+Progress = Callable[[str, int, int], None]
+
+
+def find_model(run: RunSpec, progress: Progress | None = None) -> Path:
+    """The model's directory, found, fetched or converted. UsageError: none, or not one for these adapters."""
+    from gshare.agent.base.resolve import resolve_model
+
+    found = resolve_model(run.model, cache_dir=cache_dir(), base_dtype=run.base_dtype, progress=progress)
+    _check_model(run, found.path)
+    return found.path
+
+
+def prepare_requests(
+    run: RunSpec, model_dir: Path, *, resume: bool, say: Callable[[str], None]
+) -> list[JobRequest]:
+    """Every adapter's data tokenised and split once. `say` gets a line of counts a file."""
+    requests: list[JobRequest] = []
+    for spec in run.adapters:
+        train = _tokenise(spec, spec.data, model_dir, say)
+        val = _tokenise(spec, spec.val_data, model_dir, say) if spec.val_data else None
+        if val is None:
+            _check_split(spec, train)
+        requests.append(
+            JobRequest(
+                spec=spec,
+                train_store=str(train.path),
+                train_hash=train.hash,
+                val_store=str(val.path) if val else None,
+                val_hash=val.hash if val else None,
+                resume=resume,
+            )
+        )
+    return requests
+
+
+def run_estimate(
+    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], *, on_gpu: bool
+) -> MemoryEstimate:
+    """Memory of training `requests` together."""
+    from gshare.agent.base.config import read_config
+
+    tokens, longest = largest_pass(run)
+    return estimate_run(
+        ModelShape.of(read_config(model_dir)),
+        [request.spec for request in requests],
+        base_dtype=run.base_dtype,
+        device="cuda" if on_gpu else "cpu",
+        pass_tokens=tokens,
+        longest_row=longest,
+    )
+
+
+def _check_model(run: RunSpec, model_dir: Path) -> None:
+    """What the trainer would find only after it has started: a model it cannot load, an adapter beyond it.
+
+    From config.json and the headers of the tensor files alone.
+    """
+    from gshare.agent.base.checkpoint_files import locate_tensors
+    from gshare.agent.base.config import read_config
+
+    config = read_config(model_dir)
+    locate_tensors(model_dir, config)
+    faults = Faults()
+    for spec in run.adapters:
+        where = f"adapter {spec.name}"
+        beyond = [layer for layer in spec.layers_to_transform or () if layer >= config.num_layers]
+        if beyond:
+            faults.add(
+                f"{where}: layers_to_transform",
+                f"{beyond[0]} is no layer of this model, which has {config.num_layers} "
+                f"(0 to {config.num_layers - 1})",
+            )
+        if spec.max_length > config.max_position_embeddings:
+            faults.add(
+                f"{where}: max_length",
+                f"{spec.max_length} is beyond the model's max_position_embeddings, "
+                f"{config.max_position_embeddings}; set it to that or less",
+            )
+        if Path(spec.output_dir).resolve() == model_dir.resolve():
+            faults.add(
+                f"{where}: output_dir", f"{spec.output_dir} is the model's directory; choose another one"
+            )
+    faults.raise_if_any()
+
+
+def _tokenise(spec: AdapterSpec, data: str, tokenizer_dir: Path, say: Callable[[str], None]) -> TokenStore:
+    from gshare.agent.data.build import build_token_store
+
+    store = build_token_store(
+        Path(data),
+        tokenizer_dir,
+        cache_dir=cache_dir() / "tokens",
+        data_format=spec.data_format,
+        max_length=spec.max_length,
+        on_bad_turns=spec.on_bad_turns,
+        train_on_prompt=spec.train_on_prompt,
+    )
+    meta = store.meta
+    counted = f"{meta.n_rows} rows, {meta.n_tokens} tokens, {meta.n_label_tokens} trained"
+    say(f"{spec.name}: {data}: {counted}")
+    for kind, counts in (("dropped", meta.dropped), ("note", meta.notes)):
+        for reason, rows in counts.items():
+            first = ", ".join(map(str, rows.first_rows))
+            say(f"{spec.name}: {kind}: {rows.count} rows: {reason} (first: {first})")
+    return store
+
+
+def _check_split(spec: AdapterSpec, store: TokenStore) -> None:
+    from gshare.agent.data.split import split_rows
+
+    assert spec.seed is not None
+    try:
+        split_rows(store, val_fraction=spec.val_fraction, seed=spec.seed)
+    except UsageError as error:
+        raise UsageError(f"adapter {spec.name}: {spec.data}: {error}") from None
