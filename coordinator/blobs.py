@@ -6,11 +6,13 @@ process. One process at a time writes here (the coordinator holds the state dire
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from gshare.agent.errors import GshareError
 from gshare.agent.node.protocol import BlobRef
@@ -34,6 +36,11 @@ class BlobStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, sha256: str) -> asyncio.Lock:
+        """Held by who brings that blob: two nodes may have the same file, and there is one partial one."""
+        return self._locks.setdefault(sha256, asyncio.Lock())
 
     def path(self, sha256: str) -> Path:
         """Where the blob is or would be. `Damaged` for what is no hash: it never becomes a path."""

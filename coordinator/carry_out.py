@@ -15,8 +15,11 @@ from pathlib import Path
 from gshare.agent.errors import GshareError
 from gshare.agent.node.protocol import (
     AttemptAccepted,
+    Attempts,
     AttemptsDone,
+    BundleKind,
     ForgetAttempts,
+    ListAttempts,
     PauseAttempts,
     ResumeAttempts,
     StartAttempt,
@@ -172,22 +175,21 @@ class Executor:
 
     async def _command(self, link: AgentLink, action: actions.NodeAction) -> Outcome:
         make, fields = _command_of(action)
+        which = [(action.job, action.attempt)]
         try:
-            await link.ask(
-                AttemptsDone,
-                make,
-                timeout=COMMAND_SECONDS,
-                attempts=[(action.job, action.attempt)],
-                **fields,
-            )
+            done = await link.ask(AttemptsDone, make, timeout=COMMAND_SECONDS, attempts=which, **fields)
         except LinkRefused as error:
             if error.retry:
                 raise
             self._say(action.job, f"{_doing(action)}: node {action.node} refuses: {error}")
-        # An attempt that the node does not know has nothing left to stop; the list says how it is.
+            return None
         session = self._session(action.node)
         if session is not None:
             session.look()
+        if done.failed and not isinstance(action, actions.Forget):
+            listed = (await link.ask(Attempts, ListAttempts)).attempts
+            if not any((it.owner, it.job, it.attempt) == (self._owner, *which[0]) for it in listed):
+                return events.AttemptGone(node=action.node, job=action.job, attempt=action.attempt)
         return None
 
     async def _pull(self, link: AgentLink, action: actions.PullCheckpoint) -> Outcome:
@@ -203,19 +205,17 @@ class Executor:
         record = self._job(action.job)
         if record is None:
             return None
-        # A job that ended before its last step has no final adapter: its newest checkpoint comes instead.
-        whole = record.outcome in (None, "completed")
+        # One that diverged has no final adapter: its last checkpoint, from before, comes instead.
+        last: BundleKind = "final" if record.outcome in (None, "completed") else "checkpoint"
+        best: Bundle | None = None
         try:
             with self._home:
-                last = await self._bundle(
-                    link, action.node, action.job, action.attempt, "final" if whole else "checkpoint"
-                )
-                files = {ref.name: ref for ref in last.files}
-                best: Bundle | None = None
+                files = (await self._bundle(link, action.node, action.job, action.attempt, last)).files
+                wanted = {ref.name: ref for ref in files}
                 if record.best_step is not None:
                     best = await self._bundle(link, action.node, action.job, action.attempt, "best")
-                    files |= {ref.name: ref for ref in best.files}
-                self._home.note_brought(action.job, action.attempt, list(files.values()))
+                    wanted |= {ref.name: ref for ref in best.files}
+                self._home.note_brought(action.job, action.attempt, list(wanted.values()))
         except DiskFull as error:
             return _publish_failed(action, f"the results stay on node {action.node}: {error}", retry=True)
         except Damaged as error:

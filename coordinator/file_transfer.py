@@ -191,7 +191,9 @@ async def pull_bundle(
         total = sum(ref.size for ref in pinned.files)
         done = total - sum(ref.size for ref in missing.values())
         for ref in missing.values():
-            await _pull(link, pinned.bundle, ref, blobs)
+            async with blobs.lock(ref.sha256):
+                if not blobs.has(ref):  # another node may have brought it meanwhile
+                    await _pull(link, pinned.bundle, ref, blobs)
             done += ref.size
             progress(done, total)
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
@@ -37,23 +37,36 @@ from gshare.coordinator.api_protocol import (
     Submitted,
     SubmitToCluster,
 )
+from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.facts import ENDED_STATES, JobRecord
 from gshare.coordinator.file_transfer import pull_bundle
+from gshare.coordinator.home import Home
 from gshare.coordinator.leaderboard import ranked, row_of
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
 from gshare.coordinator.results import Result, place_results
-
-if TYPE_CHECKING:
-    from gshare.coordinator.service import Coordinator
+from gshare.coordinator.session import NodeSession
 
 #: Of one log: what fits in a terminal's memory, and far below a frame.
 MAX_LOG_BYTES = 4 << 20
 
 
+class State(Protocol):
+    """What of the coordinator (`service.Coordinator`) the answers are made from."""
+
+    cluster: Cluster
+    home: Home
+    sessions: dict[str, NodeSession]
+    heard: dict[str, float]  # node → monotonic s
+    losses: dict[str, tuple[int, float]]  # job → (step, loss) of its last sample
+
+    def feed(self, event: events.ClusterEvent | None) -> None: ...
+    def reload(self) -> list[str]: ...
+
+
 class Requests:
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._it = coordinator
+    def __init__(self, state: State) -> None:
+        self._it = state
 
     async def handle(self, request: ApiRequest) -> ApiReply:
         """The answer. A GshareError carries the exit code that the client's command ends with."""
@@ -243,7 +256,7 @@ class Requests:
         home = self._it.home
         with home:
             try:
-                node, link = self._link_of(job)
+                _, link = self._link_of(job)
                 bundle = await pull_bundle(link, request.job, job.attempt, request.kind, home.blobs)
                 files, step = list(bundle.files), bundle.step
             except (LinkGone, LinkLate, LinkRefused, RetryLater) as error:

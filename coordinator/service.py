@@ -53,7 +53,6 @@ from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
-from gshare.coordinator.facts import ENDED_STATES
 from gshare.coordinator.home import Home
 from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
@@ -431,5 +430,3 @@ _CHANGES_NODES = (
     events.NodeDeploying,
     events.AttemptChanged,
 )
-#: Re-exported for readers of `Coordinator.cluster.jobs`.
-ENDED = ENDED_STATES

@@ -240,7 +240,8 @@ class FakeAgent:
             }
         adapter = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": weights(job, step)}
         if kind == "best":
-            return adapter | {"metadata.json": json.dumps({"val_loss": attempt.val_loss}).encode()}
+            best = adapter | {"metadata.json": json.dumps({"val_loss": attempt.val_loss}).encode()}
+            return {f"best/{name}": data for name, data in best.items()}
         return adapter | {"metrics.jsonl": b'{"step": 1}\n' * step}
 
     # --- the wire
