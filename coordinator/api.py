@@ -35,6 +35,7 @@ from gshare.coordinator.api_protocol import (
     JobEvent,
 )
 from gshare.coordinator.link import StreamPair
+from gshare.coordinator.tasks import end_tasks
 
 #: Durable events kept for clients that come back: an hour of 100 jobs that evaluate every minute.
 EVENTS_KEPT = 8192
@@ -126,9 +127,7 @@ class ApiServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
         self._path.unlink(missing_ok=True)
 
     def publish(self, event: ClusterEvent, *, sample: bool = False) -> None:
@@ -211,9 +210,7 @@ class ApiServer:
             for task in done:
                 task.result()  # raises what ended it
         finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            await end_tasks((reading, writing))
 
     async def _take(self, client: _Client, message: dict[str, object]) -> None:
         request = convert(message, FromApiClient)

@@ -41,6 +41,7 @@ from gshare.coordinator.orders import (
 from gshare.coordinator.results import OutputTaken
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Pending
+from gshare.coordinator.tasks import end_tasks
 
 #: An agent answers a command when it has been passed on; a stop writes a checkpoint first only later.
 COMMAND_SECONDS = 60.0
@@ -92,10 +93,7 @@ class Executor:
                 task.add_done_callback(lambda done, id=row.id: self._ended(id, done))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks.values()))
 
     def _ended(self, row: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(row, None)

@@ -30,6 +30,7 @@ from gshare.agent.node.protocol import (
     NodeRefused,
 )
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
+from gshare.coordinator.tasks import end_tasks
 
 #: Requests that touch no large file are answered from memory.
 REPLY_SECONDS = 30.0
@@ -210,11 +211,10 @@ class AgentLink:
 
     async def close(self) -> None:
         self._end("closed")
-        for task in (self._reading, self._closing):
-            if task is not None:
-                if task is self._reading:
-                    task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._reading is not None:
+            await end_tasks([self._reading])
+        if self._closing is not None:
+            await asyncio.gather(self._closing, return_exceptions=True)
 
     async def drain(self) -> None:
         """Until most of what was sent has left. `LinkGone`: nothing was taken for `DRAIN_SECONDS`."""

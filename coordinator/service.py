@@ -58,6 +58,7 @@ from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair,
 from gshare.coordinator.requests import Requests
 from gshare.coordinator.session import HEARTBEAT_SECONDS, Connect, NodeSession
 from gshare.coordinator.store import Cursor, Store
+from gshare.coordinator.tasks import end_tasks
 
 TICK_SECONDS = 1.0
 #: Cursors that moved without an evaluation, and blobs that nobody needs, are seen to so often.
@@ -127,6 +128,8 @@ class Coordinator:
         self._cursors: dict[str, Cursor] = {}
         self._moved: set[str] = set()  # nodes whose cursor is not written yet
         self._states: dict[str, str] = {}
+        #: What each node said last of its attempts: what is the same is not handled (and written) again.
+        self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
 
@@ -154,10 +157,7 @@ class Coordinator:
             await self._close(ticking, stopping)
 
     async def _close(self, *others: asyncio.Task[object]) -> None:
-        tasks = [*others, *self._running.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*others, *self._running.values(), *self._tasks])
         await self._executor.close()
         await self._api.close()
         with contextlib.suppress(GshareError):
@@ -202,8 +202,8 @@ class Coordinator:
         evaluation: events.Evaluation | None = None,
     ) -> None:
         """Handles and commits one event, with the rows of the outbox that it ends."""
-        actions = self.cluster.handle(event) if event is not None else []
         try:
+            actions = self.cluster.handle(event) if event is not None else []
             self.store.commit(
                 jobs=self.cluster.take_changed(),
                 actions=actions,
@@ -211,14 +211,18 @@ class Coordinator:
                 cursor=cursor,
                 evaluation=evaluation,
             )
-        except GshareError as error:
+        except BaseException as error:
             self._fail(error)  # memory is ahead of the disk now: nothing may be done any more
             raise
         for action in actions:
             self._announce(action)
         if isinstance(event, _CHANGES_NODES):
             self._announce_nodes()
-        rows = self.store.pending(after=self._taken) if actions else []
+        if actions or isinstance(event, events.Started):  # at the start: what an earlier process left
+            self._take_rows()
+
+    def _take_rows(self) -> None:
+        rows = self.store.pending(after=self._taken)
         if rows:
             self._taken = rows[-1].id
             self._executor.take(rows)
@@ -365,6 +369,7 @@ class Coordinator:
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
         self.heard[node] = time.monotonic()
         mine = tuple(status for status in attempts if status.owner == self.store.owner)
+        self._listed[node] = {(status.job, status.attempt): status for status in mine}
         self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
 
     def beat(self, node: str, info: NodeInfo) -> None:
@@ -372,8 +377,11 @@ class Coordinator:
         self.feed(events.NodeBeat(node=node, info=info))
 
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
-        for status in attempts:
-            if status.owner == self.store.owner:
+        before = self._listed.get(node, {})
+        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self.store.owner}
+        self._listed[node] = mine
+        for key, status in mine.items():
+            if status != before.get(key):
                 self.feed(events.AttemptChanged(node=node, status=status))
 
     def down(self, node: str, reason: str) -> None:

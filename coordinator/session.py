@@ -25,6 +25,7 @@ from gshare.agent.node.protocol import (
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, Stream, one_line
 from gshare.coordinator.reconnect import Backoff
+from gshare.coordinator.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 15.0
 #: A heartbeat that is not answered in this time ends the connection: three of them make a node unreachable.
@@ -181,9 +182,7 @@ class NodeSession:
                 task.result()
             raise LinkGone(await gone)
         finally:
-            for task in (beating, looking, gone):
-                task.cancel()
-            await asyncio.gather(beating, looking, gone, return_exceptions=True)
+            await end_tasks((beating, looking, gone))
 
     async def _beat(self, link: AgentLink) -> None:
         while True:

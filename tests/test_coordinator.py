@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from cluster_of_straw import Straw, agents_of_straw
 from fake_agent import weights
+from gshare.coordinator.store import Store
 from gshare.agent.errors import RetryLater, UsageError
 
 
@@ -49,3 +51,58 @@ def test_nine_jobs_on_three_nodes_end_at_home(tmp_path: Path) -> None:
             assert it.coordinator.store.pending() == []
 
     straw(tmp_path, "a", "b", "c", auto=True)(test)
+
+
+class Killed(Exception):
+    """In the place of kill -9."""
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_commit_nothing_is_lost_and_nothing_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """Killed before (after) every third commit or so, more than fifty times, while job follows on job."""
+    placed: list[str] = []
+    real_rename, real_commit, chance = os.rename, Store.commit, random.Random(5)
+
+    def rename(source: Any, target: Any) -> None:
+        real_rename(source, target)
+        if Path(source).name.startswith(".gshare-tmp-"):
+            placed.append(Path(target).name)
+
+    def commit(store: Store, **fields: Any) -> None:
+        matters = any(fields.get(key) for key in ("jobs", "actions", "done", "evaluation"))
+        lethal = matters and chance.random() < 0.3
+        if lethal and not after:
+            raise Killed
+        real_commit(store, **fields)
+        if lethal:
+            raise Killed
+
+    async def test(it: Straw) -> None:
+        kills, names = 0, []
+        while kills <= 50:
+            batch = [f"job{len(names) + number}" for number in range(3)]
+            names += batch
+            async with it.running():
+                await it.submit(*batch, identity=batch[0])
+            monkeypatch.setattr(Store, "commit", commit)
+            while True:
+                assert kills < 500
+                try:
+                    async with it.running():
+                        await it.until(lambda: ended(it, *names))
+                        break
+                except (Killed, AssertionError):
+                    kills += 1
+            monkeypatch.setattr(Store, "commit", real_commit)
+        async with it.running():
+            await it.until(lambda: not it.coordinator.store.pending())
+        for name in names:
+            assert it.job(name).state == "completed"
+            assert adapter(tmp_path, name) == weights(name, 6)
+        assert sorted(placed) == sorted(names)  # each once
+        assert not any(agent.attempts for agent in it.agents.values())
+
+    monkeypatch.setattr("gshare.coordinator.results.os.rename", rename)
+    straw(tmp_path, "a", "b", auto=True)(test)
