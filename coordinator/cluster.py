@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-from gshare.agent.node.protocol import NodeInfo
 from gshare.coordinator.actions import CheckBest, ClusterAction, Pause, Resume, Stop
-from gshare.coordinator.attempts import Attempts, Limits
+from gshare.coordinator.attempts import Attempts
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.events import (
     AttemptChanged,
@@ -44,6 +42,7 @@ from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobFacts, JobR
 from gshare.coordinator.leaderboard import better, same_best
 from gshare.coordinator.node_state import Became, NodeMachine
 from gshare.coordinator.slots import view_of
+from gshare.coordinator.transfers import Limits
 
 
 class Cluster(Attempts):
@@ -60,6 +59,7 @@ class Cluster(Attempts):
         self._configs: dict[str, NodeConfig] = {}
         self._order = max((job.order for job in self.jobs.values()), default=0)
         self._hold, self._placing, self._settled_at = False, False, 0.0
+        self._untried: list[str] = []  # nodes of the start that were not tried yet, some others among them
         self._best_asked: dict[str, tuple[float | None, int | None]] = {}
         self._best_asked_at: dict[str, float] = {}  # by node
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -133,6 +133,7 @@ class Cluster(Attempts):
         for name, node in self.nodes.items():
             has_jobs = bool(self._on_node.get(name) or self._pulls.get(name))
             self._became(node.restarted(self.now, has_jobs=has_jobs))
+        self._untried = sorted(self.nodes, reverse=True)
 
     def _hold_placement(self, event: HoldPlacement) -> None:
         self._hold = event.on
@@ -148,11 +149,13 @@ class Cluster(Attempts):
         self._decide()
 
     def _undecided(self) -> bool:
-        """Whether a node was not yet tried to the end."""
-        return any(
-            node.state == "deploying" or (node.state in ("new", "unreachable") and not node.tried)
-            for node in self.nodes.values()
-        )
+        """Whether a node of the start was not yet tried to the end."""
+        while self._untried:
+            node = self.nodes.get(self._untried[-1])
+            if node is not None and node.undecided:
+                return True
+            self._untried.pop()
+        return False
 
     # --- nodes
 
@@ -378,13 +381,3 @@ class Cluster(Attempts):
         self._say("warning", text, job=event.job, node=event.node)
         job.best_val_loss, job.best_step = seen
         self._touch(job)
-
-    def info(self, node: str) -> NodeInfo | None:
-        """What the node last said of itself."""
-        machine = self.nodes.get(node)
-        return machine.info if machine else None
-
-
-def copy_of(jobs: Iterable[JobRecord]) -> list[JobRecord]:
-    """Records that stay as they are while the machine goes on: for views and for writing later."""
-    return [msgspec.structs.replace(job) for job in jobs]

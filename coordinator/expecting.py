@@ -1,4 +1,4 @@
-"""`--expect-workers N`: wait until N nodes are ready, at most so long; else say who is missing and why. Pure."""
+"""`--expect-workers N`: wait until N nodes are ready, at most so long; else say who is missing, and why."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def row_of(job: JobRecord) -> Row:
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """The lowest val loss first, NaN, infinite and missing ones last; ties: the earlier step, then the name."""
+    """The lowest val loss first, NaN, infinite and missing last; ties: the earlier step, then the name."""
 
     def key(row: Row) -> tuple[bool, float, float, str]:
         bad = row.val_loss is None or not math.isfinite(row.val_loss)

@@ -115,6 +115,11 @@ class NodeMachine:
         """Whether new attempts may be placed here."""
         return self.up and not any(problem.forbids for problem in self.problems)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the coordinator, since its start, does not know yet how the node is."""
+        return self.state == "deploying" or (self.state in ("new", "unreachable") and not self.tried)
+
     def restarted(self, now: float, *, has_jobs: bool) -> Became | None:
         """The coordinator starts. A node with jobs gets its whole time again before it counts as lost."""
         self.tried = False

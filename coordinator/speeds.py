@@ -8,6 +8,7 @@ tensor TFLOPS with fp32 accumulation of NVIDIA's data sheets and architecture wh
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 CPU_FACTOR = 0.01
 #: A GPU that is not in the table: between a 3090 and a 4090, so it is used, but not before what is known.
@@ -39,6 +40,7 @@ _TFLOPS: tuple[tuple[str, float], ...] = (
 )
 
 
+@lru_cache(maxsize=256)  # asked at each heartbeat; the names are few
 def speed_factor(name: str) -> float:
     """Of a GPU by the name that the driver or cluster.toml gives it.
 
