@@ -29,6 +29,7 @@ LINGER_SECONDS = 1.0
 MAX_CLIENT_FRAME = 2 << 20
 HELLO_SECONDS = 10.0
 _READ = 1 << 16
+HUNG_UP = "hung up"
 
 
 class Reader(Protocol):
@@ -74,12 +75,12 @@ class Connection:
         """Whose attempts it sees; empty: everybody's."""
         return self.hello.owner if self.hello is not None and self.hello.role == "coordinator" else ""
 
-    async def first(self) -> dict[str, Any]:
+    async def first(self, seconds: float) -> dict[str, Any]:
         """The first message. Gone: none came in time."""
         try:
-            message = await asyncio.wait_for(self._next(), HELLO_SECONDS)
+            message = await asyncio.wait_for(self._next(), seconds)
         except (asyncio.TimeoutError, TimeoutError):
-            raise Gone("said no hello") from None
+            raise Gone(f"no hello came within {seconds:.0f} s") from None
         return message
 
     def send(self, message: msgspec.Struct) -> None:
@@ -140,7 +141,7 @@ class Connection:
             except OSError as error:
                 raise Gone(str(error)) from None
             if not data:
-                raise Gone("hung up")
+                raise Gone(HUNG_UP)
             self.heard = time.monotonic()
             self._messages.extend(self._frames.feed(data))
         return self._messages.popleft()
@@ -149,18 +150,37 @@ class Connection:
         while True:
             frame = self._next_frame(next_event)
             if frame is not None:
-                try:
-                    self._writer.write(frame)
-                    await asyncio.wait_for(self._writer.drain(), STALL_SECONDS)
-                except (asyncio.TimeoutError, TimeoutError):
-                    raise Gone(f"has read nothing for {STALL_SECONDS:.0f} s: cut off") from None
-                except OSError as error:
-                    raise Gone(str(error)) from None
+                await self._take(frame)
             elif self._closing:
                 return
             else:
                 self.wake.clear()
                 await self.wake.wait()
+
+    async def _take(self, frame: bytes) -> None:
+        """Writes a frame. Not `wait_for`: before Python 3.12 it may swallow a cancellation (seen: a client
+        that sent nonsense stayed connected)."""
+        writing = asyncio.current_task()
+        assert writing is not None
+        stalled = False
+
+        def cut_off() -> None:
+            nonlocal stalled
+            stalled = True
+            writing.cancel()
+
+        timer = asyncio.get_running_loop().call_later(STALL_SECONDS, cut_off)
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+        except asyncio.CancelledError:
+            if stalled:
+                raise Gone(f"has read nothing for {STALL_SECONDS:.0f} s: cut off") from None
+            raise
+        except OSError as error:
+            raise Gone(str(error)) from None
+        finally:
+            timer.cancel()
 
     def _next_frame(self, next_event: Callable[[], NodeEventFrame | None]) -> bytes | None:
         """Replies first, then events in the order in which they happened."""

@@ -12,7 +12,8 @@ import random
 import shlex
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from gshare.agent.errors import UsageError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 KEEPALIVE_SECONDS = 15.0
 KEEPALIVE_COUNT = 3
 CONNECT_SECONDS = 30.0
+#: The command over there starts an interpreter, perhaps on a slow machine, before anybody says hello.
+HELLO_SECONDS = 120.0
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 #: A connection that stood so long was a good one: the next pause starts small again.
@@ -40,6 +43,7 @@ class DialIn(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="d
     """The first frame of a node that calls; `node` is its name in cluster.toml."""
 
     node: str
+    gshare: str = ""
 
 
 def parse_coordinator(text: str) -> tuple[str | None, str, int | None]:
@@ -64,7 +68,7 @@ def node_name(name: str | None) -> str:
 def next_pause(
     pause: float, stood_s: float, draw: Callable[[], float] = random.random
 ) -> tuple[float, float]:
-    """(how long to wait now, the next `pause`), in seconds: doubled up to a minute, with jitter down to half."""
+    """(how long to wait now, the next `pause`), in s: doubled up to a minute; jitter takes up to half."""
     if stood_s >= GOOD_SECONDS:
         pause = FIRST_PAUSE
     return pause * (0.5 + 0.5 * draw()), min(2 * pause, LONGEST_PAUSE)
@@ -97,7 +101,7 @@ async def _call_once(
     import asyncssh
 
     user, host, port = target
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "keepalive_interval": KEEPALIVE_SECONDS,
         "keepalive_count_max": KEEPALIVE_COUNT,
     }
@@ -116,18 +120,32 @@ async def _call_once(
         return f"no answer within {CONNECT_SECONDS:.0f} s"
     except (OSError, asyncssh.Error) as error:
         return str(error)
-    async with connection:
-        try:
-            process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(
-                shlex.join(command), encoding=None
-            )
-        except (OSError, asyncssh.Error) as error:
-            return f"cannot run {shlex.join(command)}: {error}"
-        writer: Writer = process.stdin
-        writer.write(encode(DialIn(node=node)))
-        await server.serve(SshReader(process.stdout), writer, f"coordinator {host}")
-        said = await _last_words(process)
-        return said or "the connection ended"
+    try:
+        return await _serve_call(connection, server, host, node, command)
+    finally:
+        connection.abort()
+
+
+async def _serve_call(
+    connection: asyncssh.SSHClientConnection,
+    server: NodeServer,
+    host: str,
+    node: str,
+    command: tuple[str, ...],
+) -> str:
+    import asyncssh
+
+    try:
+        process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(
+            shlex.join(command), encoding=None
+        )
+    except (OSError, asyncssh.Error) as error:
+        return f"cannot run {shlex.join(command)}: {error}"
+    writer: Writer = process.stdin
+    writer.write(encode(DialIn(node=node, gshare=version("gshare"))))
+    await server.serve(SshReader(process.stdout), writer, f"coordinator {host}", hello_seconds=HELLO_SECONDS)
+    said = await _last_words(process)
+    return said or "the connection ended"
 
 
 async def _last_words(process: asyncssh.SSHClientProcess[bytes]) -> str:

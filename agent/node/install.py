@@ -1,4 +1,4 @@
-"""`gshare agent --install`: the agent as a systemd user service, which comes back after a crash or a reboot."""
+"""`gshare agent --install`: the agent as a systemd user service, which comes back after crash and reboot."""
 
 from __future__ import annotations
 

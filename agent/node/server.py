@@ -24,7 +24,7 @@ from gshare.agent.node.attempts import Attempt, Attempts
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
-from gshare.agent.node.connection import Connection, Gone, Reader, Writer
+from gshare.agent.node.connection import HELLO_SECONDS, HUNG_UP, Connection, Gone, Reader, Writer
 from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Health
 from gshare.agent.node.journal import NodeJournal
@@ -130,7 +130,9 @@ class NodeServer:
 
     # ------------------------------------------------------------------ connections
 
-    async def serve(self, reader: Reader, writer: Writer, peer: str) -> None:
+    async def serve(
+        self, reader: Reader, writer: Writer, peer: str, *, hello_seconds: float = HELLO_SECONDS
+    ) -> None:
         """One client, to its end. Never raises for what a client does."""
         task = asyncio.current_task()
         assert task is not None
@@ -138,14 +140,15 @@ class NodeServer:
         connection = Connection(reader, writer, peer)
         last: msgspec.Struct | None = None
         try:
-            if await self._greet(connection):
+            if await self._greet(connection, hello_seconds):
                 await connection.talk(
                     lambda message: self._handle(connection, message), lambda: self._next_event(connection)
                 )
         except WireError as error:
             last = NodeRefused(reply_to=0, reason=f"{error}; the connection is closed")
-        except Gone:
-            pass
+        except Gone as gone:
+            if connection.hello is None and str(gone) != HUNG_UP:
+                last = NodeRefused(reply_to=0, reason=str(gone))
         finally:
             self._connections.discard(connection)
             self._tasks.discard(task)
@@ -160,11 +163,12 @@ class NodeServer:
             await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
         self.journal.close()
 
-    async def _greet(self, connection: Connection) -> bool:
-        hello = convert(await connection.first(), FromNodeClient)
+    async def _greet(self, connection: Connection, hello_seconds: float) -> bool:
+        hello = convert(await connection.first(hello_seconds), FromNodeClient)
         if not isinstance(hello, NodeClientHello):
             raise WireError("the first message must be a hello")
         refusal = self._refusal(hello)
@@ -193,7 +197,8 @@ class NodeServer:
         if hello.protocol != NODE_PROTOCOL_VERSION:
             return no(
                 f"this agent (gshare {version('gshare')}) speaks protocol {NODE_PROTOCOL_VERSION}, "
-                f"the client (gshare {shorten(hello.gshare)}) speaks {hello.protocol}; use the same gshare for both"
+                f"the client (gshare {shorten(hello.gshare)}) speaks {hello.protocol}; "
+                "use the same gshare for both"
             )
         if max(len(hello.client), len(hello.session)) > MAX_TEXT:
             return no(f"client and session: at most {MAX_TEXT} characters")

@@ -5,8 +5,10 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     save=N         checkpoint every N steps (3)  kill_at=K    SIGKILL itself in the round of step K
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
     fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
+    files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
 The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
-The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not.
+The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not. An
+agent's name for a job ("0123abcd-job") counts as the job's own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +50,32 @@ class FakeJob:
     @property
     def total(self) -> int:
         return int(self.script.get("steps", 10))
+
+    @property
+    def chain(self) -> str:
+        return re.sub(r"^[0-9a-f]{8}-", "", self.name)
+
+    def newest(self) -> Path | None:
+        """The file with the newest state."""
+        if "files" not in self.script:
+            path = self.out / "checkpoint.json"
+            return path if path.exists() else None
+        found = self.out.glob("checkpoint-*/state.json")
+        return max(found, key=lambda path: int(path.parent.name.split("-")[1]), default=None)
+
+    def publish(self, name: str, files: dict[str, str]) -> Path:
+        """A directory with a manifest, whole under its name, in place of the one before."""
+        temporary, final = self.out / f".gshare-tmp-{name}", self.out / name
+        temporary.mkdir()
+        manifest = {"format": 1, "files": {}}
+        for file, text in files.items():
+            (temporary / file).write_text(text)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            manifest["files"][file] = {"size": len(text.encode()), "sha256": digest}
+        (temporary / "manifest.json").write_text(json.dumps(manifest))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        return final
 
 
 def weights_after(name: str, steps: int) -> str:
@@ -92,8 +122,8 @@ class FakeRunner:
             raise GshareError(f"adapter {spec.name}: refused by its script")
         job = FakeJob(spec.name, Path(spec.output_dir), {key: float(value) for key, value in script.items()})
         job.out.mkdir(parents=True, exist_ok=True)
-        saved = job.out / "checkpoint.json"
-        if request.resume and saved.exists():
+        saved = job.newest()
+        if request.resume and saved is not None:
             state = json.loads(saved.read_text())
             job.step, job.weights = state["step"], state["weights"]
         self._jobs[job.name] = job
@@ -134,9 +164,12 @@ class FakeRunner:
         if job.script.get("fail_at") == job.step:
             self._change(job, "failed", "its script says so")
             return
-        job.weights = hashlib.sha256(f"{job.weights}{job.name}{job.step}".encode()).hexdigest()
+        job.weights = hashlib.sha256(f"{job.weights}{job.chain}{job.step}".encode()).hexdigest()
         job.step += 1
         loss = 2.0 / job.step
+        if "files" in job.script:
+            with open(job.out / "metrics.jsonl", "a") as metrics:
+                metrics.write(json.dumps({"type": "step", "step": job.step, "loss": loss}) + "\n")
         self._emit(
             Stepped(
                 job=job.name,
@@ -156,15 +189,25 @@ class FakeRunner:
             self._save(job)
             diverged = job.step >= job.script.get("nan_at", math.inf)
             val_loss = math.nan if diverged else loss
+            if "files" in job.script and not diverged:
+                metadata = {"step": job.step, "val_loss": loss, "tokens": 100 * job.step, "fingerprint": {}}
+                files = {"adapter_model.safetensors": job.weights, "metadata.json": json.dumps(metadata)}
+                job.publish("best", {"adapter_config.json": "{}", **files})
             self._emit(
                 Evaluated(job=job.name, step=job.step, val_loss=val_loss, label_tokens=10, best=not diverged)
             )
         if job.step >= job.total:
             self._save(job)
+            (job.out / "adapter_config.json").write_text("{}")
             (job.out / "adapter_model.safetensors").write_text(job.weights)
             self._change(job, "completed")
 
     def _save(self, job: FakeJob) -> None:
+        if "files" in job.script:
+            state = json.dumps({"step": job.step, "weights": job.weights})
+            path = job.publish(f"checkpoint-{job.step}", {"state.json": state})
+            self._emit(CheckpointSaved(job=job.name, step=job.step, path=str(path)))
+            return
         temporary = job.out / ".checkpoint.json.new"
         temporary.write_text(json.dumps({"step": job.step, "weights": job.weights}))
         temporary.replace(job.out / "checkpoint.json")
