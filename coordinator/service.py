@@ -136,7 +136,10 @@ class Coordinator:
     # --- life
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set. Raises what makes going on impossible: StoreError, `TooFewWorkers`."""
+        """Until `stop` is set. Raises what makes going on impossible: StoreError, `TooFewWorkers`.
+
+        A thread may still be placing a result when this returns: close the store after the loop's executor.
+        """
         self._failure = asyncio.get_running_loop().create_future()
         for node in self.config.nodes:
             self._add_node(node)
@@ -155,6 +158,8 @@ class Coordinator:
                     done.result()
         finally:
             await self._close(ticking, stopping)
+            if self._failure.done():
+                self._failure.exception()  # looked at: of several failures the first one is raised
 
     async def _close(self, *others: asyncio.Task[object]) -> None:
         await end_tasks([*others, *self._running.values(), *self._tasks])

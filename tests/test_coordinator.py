@@ -13,7 +13,6 @@ import pytest
 from cluster_of_straw import Straw, agents_of_straw
 from fake_agent import weights
 from gshare.coordinator.store import Store
-from gshare.agent.errors import RetryLater, UsageError
 
 
 def straw(tmp_path: Path, *names: str, **fields: Any) -> Callable[[Callable[[Straw], Awaitable[None]]], None]:

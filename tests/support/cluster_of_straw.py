@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,12 @@ from gshare.agent.errors import GshareError
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.coordinator.api_client import CoordinatorClient
 from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSource, SubmitToCluster
-from gshare.coordinator.attempts import Limits
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig
 from gshare.coordinator.link import StreamPair
 from gshare.coordinator.service import Coordinator
 from gshare.coordinator.store import Store
+from gshare.coordinator.transfers import Limits
 
 R = TypeVar("R")
 #: Of the machine, so that a test does not wait for minutes.
@@ -65,7 +66,7 @@ class Straw:
     def state_dir(self) -> Path:
         return self.tmp_path / "home"
 
-    def job(self, name: str):  # noqa: ANN201
+    def job(self, name: str):
         return self.coordinator.cluster.jobs[name]
 
     async def connect(self, node: NodeConfig, say: Callable[[str], None]) -> StreamPair:
@@ -120,6 +121,9 @@ class Straw:
             heartbeat_seconds=0.1,
             **options,
         )
+        # What a life has in threads dies with it, as the threads of a killed process do.
+        threads = ThreadPoolExecutor()
+        asyncio.get_running_loop().set_default_executor(threads)
         stop = asyncio.Event()
         task = self.task = asyncio.create_task(coordinator.run(stop))
         try:
@@ -130,6 +134,7 @@ class Straw:
             try:
                 await task
             finally:
+                threads.shutdown()
                 store.close()
 
 
