@@ -1,4 +1,4 @@
-"""What can go wrong around the coordinator, with agents of straw: nothing is lost, somebody is told what to do."""
+"""What can go wrong around the coordinator, with agents of straw: nothing is lost, and somebody is told."""
 
 from __future__ import annotations
 
