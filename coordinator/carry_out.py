@@ -213,7 +213,8 @@ class Executor:
                 if record.best_step is not None:
                     best = await self._bundle(link, action.node, action.job, action.attempt, "best")
                     wanted |= {ref.name: ref for ref in best.files}
-                self._home.note_brought(action.job, action.attempt, list(wanted.values()))
+                own = self._home.own_record(list(wanted.values()), read_order(record.facts))
+                self._home.note_brought(action.job, action.attempt, own)
         except DiskFull as error:
             return _publish_failed(action, f"the results stay on node {action.node}: {error}", retry=True)
         except Damaged as error:

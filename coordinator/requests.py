@@ -264,6 +264,7 @@ class Requests:
                     kind = RetryLater if not isinstance(error, LinkRefused) or error.retry else GshareError
                     raise kind(f"job {request.job}: {plain(str(error))}") from None
                 files, step = checkpoint_refs(job.checkpoint), job.checkpoint.step
+            files = home.own_record(files, read_order(job.facts))
             results = [Result(f.name, home.blobs.path(f.sha256), f.sha256, f.size) for f in files]
             mark = f"fetch/{request.job}/{directory}"
             await asyncio.to_thread(place_results, directory, results, mark=mark)

@@ -7,14 +7,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_agent import sha
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
+from gshare.agent.service.output_dir import RunRecord
 from gshare.coordinator.api_protocol import JobSubmission, SubmitToCluster
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.gguf_header import gguf_shape
-from gshare.coordinator.orders import facts_of, model_for, orders_of, read_order
+from gshare.coordinator.orders import facts_of, home_record, model_for, orders_of, read_order
 from gshare.coordinator.submission import build_submission
 from local_cluster import CONFIG
 
@@ -92,6 +94,18 @@ def test_a_hub_model_that_is_cached_here_tells_its_size(
     assert build_submission(spec_of(tmp_path, "owner/name"))["model"].parameters == 90_432
 
 
+def test_a_record_that_came_home_is_that_of_the_run_here(tmp_path: Path) -> None:
+    (order,) = orders(build_submission(spec_of(tmp_path, str(model_dir(tmp_path)))))
+    there = AdapterSpec(
+        name="1234-a", data="/node/a.jsonl", output_dir="/node/out", lora_alpha=8.0, seed=0, r=4
+    )
+    record = RunRecord(model="/node/model", base_dtype="fp32", spec=there, base="b", train_hash="t")
+    own = msgspec.json.decode(home_record(msgspec.json.encode(record), order), type=RunRecord)
+    assert (own.spec, own.model) == (order.job.spec, order.model.name)
+    assert (own.base, own.train_hash, own.base_dtype) == ("b", "t", "fp32")
+    assert home_record(b"no record", order) == b"no record"
+
+
 @pytest.mark.parametrize("name", ["$(touch pwned).jsonl", "a b.jsonl", "[x].jsonl", "é.jsonl"])
 def test_a_data_file_with_an_odd_name_keeps_its_suffix(tmp_path: Path, name: str) -> None:
     fields = build_submission(spec_of(tmp_path, "owner/name", name))
@@ -134,7 +148,7 @@ def test_a_damaged_gguf_is_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(0, len(whole) - 1, 7):
         path.write_bytes(whole[:length])
-        with pytest.raises(UsageError, match="not a GGUF file|does not describe"):
+        with pytest.raises(UsageError, match=r"not a GGUF file|does not describe"):
             gguf_shape(path)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1))
     with pytest.raises(UsageError, match="entries"):
