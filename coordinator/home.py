@@ -9,7 +9,6 @@ after a crash can place it without the node.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,13 +16,8 @@ from pathlib import Path
 import msgspec
 from gshare.agent.errors import GshareError
 from gshare.agent.node.protocol import BlobRef
-from gshare.agent.service.output_dir import RUN_FILE
 from gshare.coordinator.blobs import BlobStore, DiskFull
-from gshare.coordinator.orders import Order, home_record
 from gshare.coordinator.results import Result, place_results
-
-#: A run.json is some KiB.
-_MOST_RECORD = 1 << 20
 
 
 class _Brought(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,19 +37,6 @@ class Home:
 
     def __exit__(self, *_: object) -> None:
         self._pulling -= 1
-
-    def own_record(self, files: Sequence[BlobRef], order: Order) -> list[BlobRef]:
-        """`files` of a pulled bundle, its run.json (if any) rewritten for this machine. Raises `DiskFull`."""
-        own: list[BlobRef] = []
-        for ref in files:
-            if ref.name == RUN_FILE and ref.size <= _MOST_RECORD:
-                data = home_record(self.blobs.path(ref.sha256).read_bytes(), order)
-                ref = BlobRef(name=ref.name, sha256=hashlib.sha256(data).hexdigest(), size=len(data))  # noqa: PLW2901
-                if not self.blobs.has(ref):
-                    self.blobs.append(ref, 0, data)
-                    self.blobs.finish(ref)
-            own.append(ref)
-        return own
 
     def note_brought(self, job: str, attempt: int, files: Sequence[BlobRef]) -> None:
         """The list of a result whose every file is in `blobs`. Raises `DiskFull`."""

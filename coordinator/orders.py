@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from gshare.agent.jobs.spec import BaseDtype, ScheduleName
 from gshare.agent.node.protocol import BlobRef, ModelRef
-from gshare.agent.service.output_dir import RunRecord
 from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSource, SubmitToCluster
 from gshare.coordinator.blobs import BlobStore
 from gshare.coordinator.config import NodeConfig
@@ -80,19 +79,6 @@ def model_for(order: Order, node: NodeConfig) -> ModelRef:
     if order.model.files:
         return ModelRef(name=name, files=[blob_ref(file) for file in order.model.files])
     return ModelRef(name=name, path=name)
-
-
-def home_record(raw: bytes, order: Order) -> bytes:
-    """A node's run.json as a run here would have written it: with the names and paths of this machine.
-
-    Without that the directory would count as another run's. What is no record is left as it is.
-    """
-    try:
-        record = msgspec.json.decode(raw, type=RunRecord)
-    except msgspec.MsgspecError:
-        return raw
-    own = msgspec.structs.replace(record, model=order.model.name, spec=order.job.spec)
-    return msgspec.json.format(msgspec.json.encode(own), indent=2) + b"\n"
 
 
 def blob_ref(file: LocalFile) -> BlobRef:

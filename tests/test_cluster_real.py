@@ -1,4 +1,4 @@
-"""Nine adapters of a real (tiny) model over three agents, one killed -9 midway: the bytes of a single node."""
+"""Nine adapters of a real (tiny) model over three agents, one killed -9 midway: a single node's bytes."""
 
 from __future__ import annotations
 

@@ -12,11 +12,14 @@ import pytest
 from fake_agent import sha
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
+from gshare.agent.node.protocol import BlobRef
 from gshare.agent.service.output_dir import RunRecord
 from gshare.coordinator.api_protocol import JobSubmission, SubmitToCluster
+from gshare.coordinator.blobs import BlobStore
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.gguf_header import gguf_shape
-from gshare.coordinator.orders import facts_of, home_record, model_for, orders_of, read_order
+from gshare.coordinator.homecoming import come_home, home_record
+from gshare.coordinator.orders import facts_of, model_for, orders_of, read_order
 from gshare.coordinator.submission import build_submission
 from local_cluster import CONFIG
 
@@ -104,6 +107,36 @@ def test_a_record_that_came_home_is_that_of_the_run_here(tmp_path: Path) -> None
     assert (own.spec, own.model) == (order.job.spec, order.model.name)
     assert (own.base, own.train_hash, own.base_dtype) == ("b", "t", "fp32")
     assert home_record(b"no record", order) == b"no record"
+
+
+def test_an_adapter_that_came_home_names_the_base_as_here_and_its_manifest_says_so(tmp_path: Path) -> None:
+    (order,) = orders(build_submission(spec_of(tmp_path, str(model_dir(tmp_path)))))
+    store = BlobStore(tmp_path / "blobs")
+    store.make_room(1)
+
+    def keep(name: str, data: bytes) -> BlobRef:
+        ref = BlobRef(name=name, sha256=sha(data), size=len(data))
+        store.append(ref, 0, data)
+        store.finish(ref)
+        return ref
+
+    config = keep(
+        "best/adapter_config.json", json.dumps({"r": 4, "base_model_name_or_path": "/node/m"}).encode()
+    )
+    weights = keep("best/adapter_model.safetensors", b"weights")
+    listed = {
+        "adapter_config.json": {"sha256": config.sha256, "size": config.size},
+        "adapter_model.safetensors": {"sha256": weights.sha256, "size": weights.size},
+    }
+    manifest = keep("best/manifest.json", json.dumps({"files": listed, "format": 1}).encode())
+    odd = keep("checkpoint-1/adapter_config.json", b"no JSON")
+    own = {ref.name: ref for ref in come_home([config, weights, manifest, odd], order, store)}
+    assert (own[weights.name], own[odd.name]) == (weights, odd)
+    new = store.path(own[config.name].sha256).read_bytes()
+    assert json.loads(new) == {"r": 4, "base_model_name_or_path": order.model.name}
+    told = json.loads(store.path(own[manifest.name].sha256).read_bytes())["files"]
+    assert told["adapter_config.json"] == {"sha256": sha(new), "size": len(new)}
+    assert told["adapter_model.safetensors"] == listed["adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["$(touch pwned).jsonl", "a b.jsonl", "[x].jsonl", "é.jsonl"])
