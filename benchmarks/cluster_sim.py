@@ -76,7 +76,7 @@ from gshare.coordinator.facts import (
 EVENTS_A_SECOND = 10_000
 PLACEMENT_P99_MS = 50.0
 #: Simulated seconds after which a run that has not ended is given up.
-GIVE_UP_S = 12 * 3600.0
+GIVE_UP_S = 4 * 3600.0
 #: What a job of the simulation ends as, by the beginning of its name.
 OWN_ENDS: dict[str, JobStateName] = {"bad": "failed", "div": "diverged"}
 GPU_TYPES = (("NVIDIA GeForce RTX 4090", 24564), ("NVIDIA H100 80GB HBM3", 81559), ("Orin", 30000))
