@@ -1,16 +1,20 @@
-"""`gshare jobs [list|attach|stop|pause|resume NAME]`: the jobs of all trainers of this user."""
+"""`gshare jobs [list|attach|stop|pause|resume|logs|fetch NAME]`: the jobs of all trainers of this user.
+
+With `--cluster FILE` the jobs of that cluster instead, see `cluster_jobs.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -24,15 +28,15 @@ from gshare.agent.errors import (
     UsageError,
 )
 from gshare.agent.jobs.events import ENDED
-from gshare.agent.jobs.names import nearest
+from gshare.agent.jobs.names import nearest, plain
 from gshare.agent.service.client import REPLY_SECONDS, TrainerClient, TrainerGone
 from gshare.agent.service.journal import strict_json
 from gshare.agent.service.protocol import Done, JobStatus, PauseJobs, ResumeJobs, StopJobs
-from gshare.agent.service.registry import collect_dead, finished_jobs, live_trainers
+from gshare.agent.service.registry import collect_dead, finished_jobs, live_trainers, log_path
 from gshare.cli.board import columns, number
 from gshare.cli.live import View, make_view
 
-app = App(name="jobs", help="List, follow, stop, pause and resume running jobs.")
+app = App(name="jobs", help="List, follow, stop, pause and resume running jobs, here or on a cluster.")
 
 #: Ended jobs that `list` shows, the newest ones.
 ENDED_SHOWN = 20
@@ -43,6 +47,11 @@ COMMAND_SECONDS = 600.0
 #: How long `attach` looks for a job whose trainer has died: a new one loads the base first.
 RESTART_SECONDS = 300.0
 CLIENT = "gshare jobs"
+#: Of a log: some thousand lines.
+LOG_BYTES = 65536
+
+ClusterFlag = Annotated[Path | None, Parameter(help="The jobs of this cluster file, not of this machine.")]
+StateDirFlag = Annotated[Path | None, Parameter(help="The coordinator's, with --cluster.")]
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,12 @@ class Found:
 
 @app.default
 @app.command(name="list")
-def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+def list_jobs(
+    *,
+    json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    cluster: ClusterFlag = None,
+    state_dir: StateDirFlag = None,
+) -> int:
     """List jobs that run or wait for GPU memory, and the last ones that ended.
 
     Parameters
@@ -64,6 +78,10 @@ def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=(
     json_lines
         One JSON line a job.
     """
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import list_cluster_jobs
+
+        return list_cluster_jobs(cluster, state_dir, json_lines=json_lines)
     found = _find_all()
     if json_lines:
         for job in found:
@@ -94,7 +112,13 @@ def list_jobs(*, json_lines: Annotated[bool, Parameter(name="--json", negative=(
 
 
 @app.command
-def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False) -> int:
+def attach(
+    name: str,
+    *,
+    json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    cluster: ClusterFlag = None,
+    state_dir: StateDirFlag = None,
+) -> int:
     """Follow a job until it ends; says where it waits for GPU memory. Ctrl-C leaves it running.
 
     Exit code: 0 when it completed, 130 when it was stopped (or Ctrl-C), 1 when it failed or diverged.
@@ -106,6 +130,10 @@ def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", ne
     json_lines
         One JSON line an event on stdout.
     """
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import attach_cluster_job
+
+        return attach_cluster_job(cluster, state_dir, name, json_lines=json_lines)
     found = _find(name, running=False)
     started = time.time()
     view = make_view([(name, found.status.output_dir)], json_lines=json_lines)
@@ -134,7 +162,7 @@ def attach(name: str, *, json_lines: Annotated[bool, Parameter(name="--json", ne
 
 
 @app.command
-def stop(*names: str) -> int:
+def stop(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
     """Checkpoint jobs and stop them; `gshare finetune --resume` goes on with them.
 
     A job that still waits for GPU memory leaves the queue; the command that waits for it ends with exit 130.
@@ -144,11 +172,15 @@ def stop(*names: str) -> int:
     names
         The jobs, as `gshare jobs` lists them.
     """
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import StopClusterJobs, command_cluster_jobs
+
+        return command_cluster_jobs(cluster, state_dir, names, StopClusterJobs, "told to checkpoint and stop")
     return _command(names, StopJobs, "stopped")
 
 
 @app.command
-def pause(*names: str) -> int:
+def pause(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
     """Let jobs rest, in memory, until they are resumed.
 
     Parameters
@@ -156,11 +188,15 @@ def pause(*names: str) -> int:
     names
         The jobs, as `gshare jobs` lists them.
     """
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import PauseClusterJobs, command_cluster_jobs
+
+        return command_cluster_jobs(cluster, state_dir, names, PauseClusterJobs, "told to pause")
     return _command(names, PauseJobs, "paused")
 
 
 @app.command
-def resume(*names: str) -> int:
+def resume(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
     """Let paused jobs run again.
 
     Parameters
@@ -168,7 +204,74 @@ def resume(*names: str) -> int:
     names
         The jobs, as `gshare jobs` lists them.
     """
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import ResumeClusterJobs, command_cluster_jobs
+
+        return command_cluster_jobs(cluster, state_dir, names, ResumeClusterJobs, "told to go on")
     return _command(names, ResumeJobs, "resumed")
+
+
+@app.command
+def logs(
+    name: str, *, max_bytes: int = LOG_BYTES, cluster: ClusterFlag = None, state_dir: StateDirFlag = None
+) -> int:
+    """Show the end of the log of a job's trainer.
+
+    Parameters
+    ----------
+    name
+        The job, as `gshare jobs` lists it.
+    max_bytes
+        How much of it.
+    """
+    if max_bytes < 1:
+        raise UsageError(f"--max-bytes: must be 1 or more, not {max_bytes}")
+    if cluster is not None:
+        from gshare.cli.cluster_jobs import show_log
+
+        return show_log(cluster, state_dir, name, max_bytes)
+    found = _find(name, running=True)
+    assert found.trainer is not None
+    path = log_path(found.trainer.name)
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            text = file.read().decode("utf-8", "replace")
+    except OSError as error:
+        raise GshareError(f"{path}: {error.strerror}") from None
+    print("\n".join(plain(line) for line in text.splitlines()))
+    return EXIT_OK
+
+
+@app.command
+def fetch(
+    name: str,
+    to: Path,
+    *,
+    kind: Literal["best", "checkpoint", "final"] = "best",
+    cluster: ClusterFlag = None,
+    state_dir: StateDirFlag = None,
+) -> int:
+    """Copy files of a cluster's job, as they are now, into a new directory.
+
+    A job that completes is brought to its output_dir without this.
+
+    Parameters
+    ----------
+    name
+        The job, as `gshare jobs` lists it.
+    to
+        The directory; not there yet, or empty.
+    kind
+        best (the default), checkpoint (the newest one) or final.
+    """
+    if cluster is None:
+        raise UsageError(
+            "jobs of this machine are in their output_dir already; --cluster FILE names a cluster"
+        )
+    from gshare.cli.cluster_jobs import fetch_job
+
+    return fetch_job(cluster, state_dir, name, kind, to)
 
 
 def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJobs], done: str) -> int:

@@ -4,7 +4,9 @@
     gshare jobs       list, attach, stop …    gshare audit     packed and solo, byte for byte
     gshare data       look at the data        gshare doctor    what this machine has and lacks
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
-    gshare agent      the daemon of a node    gshare version
+    gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
+    gshare coordinator  places their jobs     gshare cluster   how its nodes are
+    gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
@@ -37,6 +39,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("gshare.cli.audit:audit", "Train packed and alone, and compare byte for byte."),
     "gpu": ("gshare.cli.gpu:app", "Who has reserved which GPU's memory; run a program under a reservation."),
     "agent": ("gshare.cli.agent:app", "Run this node's agent, which runs what a coordinator sends."),
+    "coordinator": ("gshare.cli.coordinator:app", "Run the coordinator of a cluster."),
+    "submit": ("gshare.cli.submit:submit", "Train adapters on the nodes of a cluster."),
+    "cluster": ("gshare.cli.cluster:app", "How the nodes of a cluster are, and what to mend on each."),
     "doctor": ("gshare.cli.doctor:doctor", "What this machine has and lacks, and how to mend it."),
 }
 

@@ -38,6 +38,9 @@ def test_commands_are_frozen() -> None:
         "audit": "gshare.cli.audit:audit",
         "gpu": "gshare.cli.gpu:app",
         "agent": "gshare.cli.agent:app",
+        "coordinator": "gshare.cli.coordinator:app",
+        "submit": "gshare.cli.submit:submit",
+        "cluster": "gshare.cli.cluster:app",
         "doctor": "gshare.cli.doctor:doctor",
     }
 

@@ -1,0 +1,124 @@
+"""Follows jobs of a cluster with the views of `gshare finetune`, over restarts of the coordinator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, GshareError, Stopped
+from gshare.agent.jobs.events import ENDED, JobChanged, JobStateName
+from gshare.agent.jobs.names import plain
+from gshare.cli.live import View, make_view
+from gshare.coordinator.api_client import CoordinatorClient, CoordinatorGone, NoCoordinator
+from gshare.coordinator.api_protocol import (
+    ClusterEvent,
+    ClusterMessage,
+    JobEnded,
+    JobEvent,
+    JobRow,
+    JobRows,
+    ListClusterJobs,
+    NodeChanged,
+)
+
+#: How long a coordinator that went away is waited for: it is being started again, or it was ended.
+AWAY_SECONDS = 60.0
+
+
+def watch_jobs(state_dir: Path, jobs: Sequence[tuple[str, str]], *, json_lines: bool) -> int:
+    """Until all of `jobs` (name, output_dir) have ended: 0 when all completed, 130 when the only ones that
+    did not were stopped, else 1. Ctrl-C leaves them running and is exit code 130."""
+    view = make_view(jobs, json_lines=json_lines)
+    watching = _Watching(view, {name for name, _ in jobs})
+    try:
+        with view:
+            while not watching.follow(state_dir):
+                view.say("the coordinator is gone; jobs run on; waiting for it to come back")
+                _wait_for_coordinator(state_dir)
+    except KeyboardInterrupt:
+        left = len(watching.running)
+        raise Stopped(
+            f"left {left} {'job' if left == 1 else 'jobs'} running; `gshare jobs --cluster FILE` shows them"
+        ) from None
+    view.finish()
+    states = {row.state for row in view.board.rows.values()}
+    if states <= {"completed"}:
+        return EXIT_OK
+    return EXIT_SIGINT if states <= {"completed", "stopped"} else EXIT_FAILURE
+
+
+class _Watching:
+    def __init__(self, view: View, names: set[str]) -> None:
+        self._view = view
+        self._nodes: dict[str, str] = {}
+        self.running = set(names)
+
+    def follow(self, state_dir: Path) -> bool:
+        """Shows what happens until all have ended: True; False when the coordinator is gone first."""
+        try:
+            with CoordinatorClient(state_dir, "gshare watch") as client:
+                client.follow(sorted(self._view.board.rows))
+                for row in client.ask(JobRows, ListClusterJobs).jobs:
+                    self._take_row(row)
+                while self.running:
+                    for event in client.poll(0.1):
+                        self._take(event)
+                    self._view.tick()
+        except (CoordinatorGone, NoCoordinator):
+            return False
+        return True
+
+    def _take_row(self, job: JobRow) -> None:
+        """How a job stands when we come (back)."""
+        row = self._view.board.rows.get(job.job)
+        if row is None:
+            return
+        row.step, row.total_steps = job.step, job.total_steps
+        row.loss, row.val_loss, row.best_val_loss = job.loss, job.val_loss, job.best_val_loss
+        self._on_node(job.job, job.node)
+        if job.state in ENDED:
+            self._end(job.job, job.state, job.reason)
+        else:
+            row.state = job.state
+
+    def _take(self, event: ClusterEvent) -> None:
+        if isinstance(event, JobEvent):
+            self._on_node(event.event.job, event.node)
+            self._view.take(event.event)
+        elif isinstance(event, JobEnded):
+            self._end(event.job, event.state, event.reason)
+        elif isinstance(event, ClusterMessage):
+            self._view.say(plain(event.text))
+        elif isinstance(event, NodeChanged):
+            why = f": {event.reason}" if event.reason else ""
+            self._view.say(plain(f"node {event.node} is {event.state}{why}"))
+
+    def _on_node(self, job: str, node: str) -> None:
+        if node and self._nodes.get(job) != node and job in self._view.board.rows:
+            self._nodes[job] = node
+            self._view.say(plain(f"{job}: on node {node}"))
+
+    def _end(self, job: str, state: str, reason: str) -> None:
+        row = self._view.board.rows.get(job)
+        if row is None or job not in self.running:
+            return
+        self.running.discard(job)
+        last: JobStateName = state  # type: ignore[assignment]
+        self._view.take(
+            JobChanged(job=job, state=last, step=row.step, total_steps=row.total_steps, reason=reason)
+        )
+
+
+def _wait_for_coordinator(state_dir: Path) -> None:
+    deadline = time.monotonic() + AWAY_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            CoordinatorClient(state_dir, "gshare watch").close()
+            return
+        except (NoCoordinator, CoordinatorGone):
+            time.sleep(0.5)
+    raise GshareError(
+        f"no coordinator has run on {state_dir} for {AWAY_SECONDS:.0f} s; jobs run on: start it again with "
+        "`gshare coordinator`"
+    )

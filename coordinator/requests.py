@@ -1,0 +1,274 @@
+"""What the coordinator's clients ask for: each request's answer, from the machine's memory or from a node."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.names import nearest, plain, shorten
+from gshare.agent.node.protocol import LogText, ReadLog
+from gshare.coordinator import events
+from gshare.coordinator.api_protocol import (
+    ApiReply,
+    ApiRequest,
+    Fetched,
+    FetchJob,
+    JobLog,
+    JobRow,
+    JobRows,
+    JobsDone,
+    Leaderboard,
+    ListClusterJobs,
+    ListNodes,
+    NodeRow,
+    NodeRows,
+    PauseClusterJobs,
+    ReadJobLog,
+    ReadLeaderboard,
+    ReloadCluster,
+    Reloaded,
+    ResumeClusterJobs,
+    Standing,
+    StopClusterJobs,
+    Submitted,
+    SubmitToCluster,
+)
+from gshare.coordinator.cluster import Cluster
+from gshare.coordinator.facts import ENDED_STATES, JobRecord
+from gshare.coordinator.file_transfer import pull_bundle
+from gshare.coordinator.home import Home
+from gshare.coordinator.homecoming import come_home
+from gshare.coordinator.leaderboard import ranked, row_of
+from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
+from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
+from gshare.coordinator.results import Result, place_results
+from gshare.coordinator.session import NodeSession
+
+#: Of one log: what fits in a terminal's memory, and far below a frame.
+MAX_LOG_BYTES = 4 << 20
+
+
+class State(Protocol):
+    """What of the coordinator (`service.Coordinator`) the answers are made from."""
+
+    cluster: Cluster
+    home: Home
+    sessions: dict[str, NodeSession]
+    heard: dict[str, float]  # node → monotonic s
+    losses: dict[str, tuple[int, float]]  # job → (step, loss) of its last sample
+
+    def feed(self, event: events.ClusterEvent | None) -> None: ...
+    def reload(self) -> list[str]: ...
+
+
+class Requests:
+    def __init__(self, state: State) -> None:
+        self._it = state
+
+    async def handle(self, request: ApiRequest) -> ApiReply:
+        """The answer. A GshareError carries the exit code that the client's command ends with."""
+        if isinstance(request, SubmitToCluster):
+            return self._submit(request)
+        if isinstance(request, ListClusterJobs):
+            return JobRows(reply_to=request.id, jobs=[self._job_row(job) for job in self._jobs()])
+        if isinstance(request, ListNodes):
+            return NodeRows(reply_to=request.id, nodes=self._node_rows())
+        if isinstance(request, ReadLeaderboard):
+            return Leaderboard(reply_to=request.id, standings=self._standings())
+        if isinstance(request, StopClusterJobs | PauseClusterJobs | ResumeClusterJobs):
+            return self._command(request)
+        if isinstance(request, ReadJobLog):
+            return await self._log(request)
+        if isinstance(request, FetchJob):
+            return await self._fetch(request)
+        assert isinstance(request, ReloadCluster), request
+        return Reloaded(reply_to=request.id, nodes=self._it.reload())
+
+    def _submit(self, request: SubmitToCluster) -> Submitted:
+        if not request.jobs:
+            raise UsageError("a submission without a job")
+        facts = [facts_of(order, request.submission) for order in orders_of(request)]
+        if len({fact.name for fact in facts}) < len(facts):
+            raise UsageError("two jobs of one name in a submission")
+        taken = self._outputs()
+        for fact, job in zip(facts, request.jobs, strict=True):
+            fault = self._it.cluster.submit_fault(fact)
+            owner = taken.get(job.spec.output_dir, fact.name)
+            if fault is None and owner != fact.name:
+                fault = f"output_dir {job.spec.output_dir} is that of job {owner}, which has not ended"
+            if fault is not None:
+                raise UsageError(fault)
+        for fact in facts:
+            self._it.feed(events.Submit(facts=fact))
+        return Submitted(reply_to=request.id, jobs=[fact.name for fact in facts])
+
+    def _outputs(self) -> dict[str, str]:
+        return {
+            read_order(job.facts).job.spec.output_dir: job.facts.name
+            for job in self._jobs()
+            if job.state not in ENDED_STATES
+        }
+
+    # --- rows
+
+    def _jobs(self) -> list[JobRecord]:
+        return sorted(self._it.cluster.jobs.values(), key=lambda job: job.order)
+
+    def _job_row(self, job: JobRecord) -> JobRow:
+        name = job.facts.name
+        step, loss = self._it.losses.get(name, (0, math.nan))
+        fresh = step > job.step
+        return JobRow(
+            job=name,
+            state=job.state,
+            node=job.node or job.last_node,
+            gpu=job.gpu,
+            attempt=job.attempt,
+            step=step if fresh else job.step,
+            total_steps=job.total_steps,
+            loss=loss if fresh else job.loss,
+            val_loss=job.val_loss,
+            best_val_loss=job.best_val_loss,
+            best_step=job.best_step,
+            output_dir=read_order(job.facts).job.spec.output_dir,
+            reason=job.reason,
+            placed=bool(job.published) and job.published == job.attempt,
+        )
+
+    def _node_rows(self) -> list[NodeRow]:
+        now = time.monotonic()
+        counts: dict[str, int] = {}
+        for job in self._it.cluster.jobs.values():
+            if job.node and job.state not in ENDED_STATES:
+                counts[job.node] = counts.get(job.node, 0) + 1
+        rows: list[NodeRow] = []
+        for name, machine in sorted(self._it.cluster.nodes.items()):
+            session = self._it.sessions.get(name)
+            config = session.node if session is not None else None
+            heard = self._it.heard.get(name)
+            hello = session.hello if session is not None else None
+            rows.append(
+                NodeRow(
+                    node=name,
+                    transport=config.transport if config is not None else "",
+                    host=config.host if config is not None else "",
+                    state=machine.state,
+                    reason=machine.reason,
+                    gshare=hello.gshare if hello is not None else "",
+                    seen_s=now - heard if heard is not None else None,
+                    jobs=counts.get(name, 0),
+                    info=machine.info,
+                )
+            )
+        return rows
+
+    def _standings(self) -> list[Standing]:
+        jobs = self._it.cluster.jobs
+        return [
+            Standing(
+                job=row.job,
+                node=row.node,
+                val_loss=jobs[row.job].val_loss,
+                best_val_loss=row.val_loss,
+                best_step=row.best_step,
+                step=row.step,
+                total_steps=row.total_steps,
+                state=row.state,
+            )
+            for row in ranked(row_of(job) for job in jobs.values())
+        ]
+
+    # --- commands
+
+    def _command(self, request: StopClusterJobs | PauseClusterJobs | ResumeClusterJobs) -> JobsDone:
+        for name in request.jobs:
+            self._job(name)  # all of them, before anything is done
+        failed: dict[str, str] = {}
+        for name in request.jobs:
+            job = self._job(name)
+            if isinstance(request, StopClusterJobs):
+                if job.state in ENDED_STATES:
+                    failed[name] = f"job {name} has ended: {job.state}"
+                elif job.state in ("publishing", "placing"):
+                    failed[name] = f"job {name} is done, its results are being brought home"
+                else:
+                    self._it.feed(events.StopJob(job=name))
+            elif isinstance(request, PauseClusterJobs):
+                if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
+                    failed[name] = f"job {name} cannot be paused: it is {job.state}"
+                else:
+                    self._it.feed(events.PauseJob(job=name))
+            elif job.state in ("completed", "diverged", "publishing", "placing"):
+                failed[name] = f"job {name} cannot be resumed: it is {job.state}"
+            else:
+                self._it.feed(events.ResumeJob(job=name))
+        return JobsDone(reply_to=request.id, failed=failed)
+
+    def _job(self, name: str) -> JobRecord:
+        job = self._it.cluster.jobs.get(name)
+        if job is None:
+            near = nearest(name, self._it.cluster.jobs)
+            known = ", ".join(list(self._it.cluster.jobs)[:20]) or "none"
+            hint = f"did you mean {near}?" if near else f"known: {known}"
+            raise UsageError(f"no job named {shorten(name)} in this cluster; {hint}")
+        return job
+
+    def _link_of(self, job: JobRecord) -> tuple[str, AgentLink]:
+        """The node where the job's files are, connected. `RetryLater` when it is not."""
+        node = job.node or job.last_node
+        name = job.facts.name
+        if not node:
+            raise RetryLater(f"job {name} has not been started on any node yet")
+        session = self._it.sessions.get(node)
+        link = session.link if session is not None else None
+        if link is None:
+            raise RetryLater(f"job {name}: node {node} is away; try again when it is back")
+        return node, link
+
+    async def _log(self, request: ReadJobLog) -> JobLog:
+        job = self._job(request.job)
+        node, link = self._link_of(job)
+        try:
+            text = await link.ask(
+                LogText,
+                ReadLog,
+                job=request.job,
+                attempt=job.attempt,
+                max_bytes=max(1, min(request.max_bytes, MAX_LOG_BYTES)),
+            )
+        except (LinkGone, LinkLate) as error:
+            raise RetryLater(f"job {request.job}: node {node}: {error}") from None
+        except LinkRefused as error:
+            raise GshareError(f"job {request.job}: node {node}: {error}") from None
+        return JobLog(reply_to=request.id, node=node, text=text.text)
+
+    async def _fetch(self, request: FetchJob) -> Fetched:
+        """From the node; a checkpoint that is at home already, from there when the node is away."""
+        job = self._job(request.job)
+        directory = Path(request.directory)
+        if not directory.is_absolute():
+            raise UsageError(f"{shorten(request.directory)} must be an absolute path")
+        if directory.exists() and any(directory.iterdir()):
+            raise UsageError(f"{directory} is not empty; choose a new directory")
+        home = self._it.home
+        with home:
+            try:
+                _, link = self._link_of(job)
+                bundle = await pull_bundle(link, request.job, job.attempt, request.kind, home.blobs)
+                files, step = list(bundle.files), bundle.step
+            except (LinkGone, LinkLate, LinkRefused, RetryLater) as error:
+                if request.kind != "checkpoint" or job.checkpoint is None:
+                    kind = RetryLater if not isinstance(error, LinkRefused) or error.retry else GshareError
+                    raise kind(f"job {request.job}: {plain(str(error))}") from None
+                files, step = checkpoint_refs(job.checkpoint), job.checkpoint.step
+            files = come_home(files, read_order(job.facts), home.blobs)
+            results = [Result(f.name, home.blobs.path(f.sha256), f.sha256, f.size) for f in files]
+            mark = f"fetch/{request.job}/{directory}"
+            await asyncio.to_thread(place_results, directory, results, mark=mark)
+        return Fetched(
+            reply_to=request.id, directory=str(directory), files=sorted(f.name for f in files), step=step
+        )

@@ -1,0 +1,446 @@
+"""The coordinator: owns the store and the cluster machine, feeds the one with events, carries out what comes.
+
+    sessions ──events──►  feed: Cluster.handle, one transaction  ──►  Executor ──► nodes, home
+    API      ──events──►                                         ──►  followers of the API
+
+One asyncio loop does everything, so an event is handled and committed before the next one is looked at. When
+the store cannot be written (its disk is full) the coordinator ends with a message: jobs run on, and the next
+start goes on from what was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from gshare.agent.errors import GshareError, RetryLater
+from gshare.agent.jobs.events import CheckpointSaved, Evaluated, JobChanged, Stepped
+from gshare.agent.jobs.names import name_fault
+from gshare.agent.node.protocol import (
+    AttemptEvent,
+    AttemptStatus,
+    BundleFiles,
+    NodeEventFrame,
+    NodeHello,
+    NodeInfo,
+    NodeMessage,
+    PinBundle,
+    ReleaseBundle,
+)
+from gshare.agent.service.wire import encode
+from gshare.coordinator import events
+from gshare.coordinator.actions import CheckBest, ClusterAction, Ended, Say
+from gshare.coordinator.api import ApiServer, EventRing
+from gshare.coordinator.api_client import SOCKET
+from gshare.coordinator.api_protocol import (
+    API_PROTOCOL_VERSION,
+    ApiRefused,
+    ApiWelcome,
+    ClusterMessage,
+    DialIn,
+    JobEnded,
+    JobEvent,
+    NodeChanged,
+)
+from gshare.coordinator.carry_out import Executor
+from gshare.coordinator.cluster import Cluster
+from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
+from gshare.coordinator.expecting import Expecting
+from gshare.coordinator.home import Home
+from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair, one_line
+from gshare.coordinator.requests import Requests
+from gshare.coordinator.session import HEARTBEAT_SECONDS, Connect, NodeSession
+from gshare.coordinator.store import Cursor, Store
+from gshare.coordinator.tasks import end_tasks
+
+TICK_SECONDS = 1.0
+#: Cursors that moved without an evaluation, and blobs that nobody needs, are seen to so often.
+HOUSEKEEPING_SECONDS = 10.0
+#: Nodes that are in no cluster file may dial in; so many of them.
+MAX_DIALLED_NODES = 1000
+
+Level = Literal["info", "warning", "error"]
+Tell = Callable[[Level, str], None]
+
+
+class TooFewWorkers(RetryLater):
+    """`--expect-workers`: the time is over."""
+
+
+class Coordinator:
+    def __init__(
+        self,
+        store: Store,
+        config: ClusterConfig,
+        connect: Connect,
+        tell: Tell,
+        *,
+        cluster: Cluster | None = None,
+        expect_workers: int = 0,
+        expect_seconds: float = 600.0,
+        tick_seconds: float = TICK_SECONDS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        """`tell(level, text)` gets a line for people; `connect` opens the bytes to a node."""
+        self.store = store
+        self.config = config
+        self.cluster = cluster or Cluster(store.jobs())
+        self.home = Home(store.state_dir)
+        self.sessions: dict[str, NodeSession] = {}
+        self.heard: dict[str, float] = {}  # node → monotonic s
+        self.losses: dict[str, tuple[int, float]] = {}  # job → its last step and loss, by its samples
+        self._connect = connect
+        self._tell = tell
+        self._tick_seconds = tick_seconds
+        self._heartbeat = heartbeat_seconds
+        self._session = secrets.token_hex(8)
+        self._ring = EventRing(self._session)
+        self._requests = Requests(self)
+        self._api = ApiServer(
+            store.state_dir / SOCKET,
+            welcome=self._welcome,
+            handle=self._requests.handle,
+            dialled=self._dialled,
+            ring=self._ring,
+        )
+        self._executor = Executor(
+            owner=store.owner,
+            home=self.home,
+            job=self.cluster.jobs.get,
+            session=self.sessions.get,
+            still_wanted=self.cluster.still_wanted,
+            feed=lambda event, row: self.feed(event, done=(row,)),
+            failed=self._fail,
+            say=lambda job, text: self.say("warning", f"{job}: {text}", job=job),
+        )
+        self._expecting = (
+            Expecting(expect_workers, expect_seconds, time.monotonic()) if expect_workers else None
+        )
+        self._taken = 0  # the last row of the outbox that the executor has
+        self._running: dict[str, asyncio.Task[None]] = {}  # sessions
+        self._cursors: dict[str, Cursor] = {}
+        self._moved: set[str] = set()  # nodes whose cursor is not written yet
+        self._states: dict[str, str] = {}
+        #: What each node said last of its attempts: what is the same is not handled (and written) again.
+        self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] | None = None
+
+    # --- life
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set. Raises what makes going on impossible: StoreError, `TooFewWorkers`.
+
+        A thread may still be placing a result when this returns: close the store after the loop's executor.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        for node in self.config.nodes:
+            self._add_node(node)
+        self.feed(events.Started(now=time.monotonic(), wall=time.time()))
+        if self._expecting is not None:
+            self.feed(events.HoldPlacement(on=True))
+        await self._api.start()
+        for node in self.config.nodes:
+            self._run_session(node.name)
+        ticking = asyncio.create_task(self._tick())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({ticking, stopping, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            for done in (ticking, self._failure):
+                if done.done():
+                    done.result()
+        finally:
+            await self._close(ticking, stopping)
+            if self._failure.done():
+                self._failure.exception()  # looked at: of several failures the first one is raised
+
+    async def _close(self, *others: asyncio.Task[object]) -> None:
+        await end_tasks([*others, *self._running.values(), *self._tasks])
+        await self._executor.close()
+        await self._api.close()
+        with contextlib.suppress(GshareError):
+            self._write_cursors()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends `run` with that error."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _tick(self) -> None:
+        kept = time.monotonic()
+        while True:
+            await asyncio.sleep(self._tick_seconds)
+            now = time.monotonic()
+            self.feed(events.Tick(now=now, wall=time.time()))
+            self._look_for_workers(now)
+            if now - kept >= HOUSEKEEPING_SECONDS:
+                kept = now
+                self._write_cursors()
+                self._collect()
+
+    def _look_for_workers(self, now: float) -> None:
+        if self._expecting is None:
+            return
+        nodes = list(self.cluster.nodes.values())
+        if self._expecting.ready(nodes):
+            count, self._expecting = self._expecting.workers, None
+            self.say("info", f"{count} workers are ready")
+            self.feed(events.HoldPlacement(on=False))
+        elif (message := self._expecting.too_late(nodes, now)) is not None:
+            raise TooFewWorkers(message)
+
+    # --- events in, actions out
+
+    def feed(
+        self,
+        event: events.ClusterEvent | None,
+        *,
+        done: tuple[int, ...] = (),
+        cursor: Cursor | None = None,
+        evaluation: events.Evaluation | None = None,
+    ) -> None:
+        """Handles and commits one event, with the rows of the outbox that it ends."""
+        try:
+            actions = self.cluster.handle(event) if event is not None else []
+            self.store.commit(
+                jobs=self.cluster.take_changed(),
+                actions=actions,
+                done=done,
+                cursor=cursor,
+                evaluation=evaluation,
+            )
+        except BaseException as error:
+            self._fail(error)  # memory is ahead of the disk now: nothing may be done any more
+            raise
+        for action in actions:
+            self._announce(action)
+        if isinstance(event, _CHANGES_NODES):
+            self._announce_nodes()
+        if actions or isinstance(event, events.Started):  # at the start: what an earlier process left
+            self._take_rows()
+
+    def _take_rows(self) -> None:
+        rows = self.store.pending(after=self._taken)
+        if rows:
+            self._taken = rows[-1].id
+            self._executor.take(rows)
+
+    def say(self, level: Level, text: str, job: str = "") -> None:
+        """A line for people: here, and for all who follow."""
+        self._tell(level, text)
+        self._api.publish(ClusterMessage(level=level, text=text, job=job))
+
+    def _announce(self, action: ClusterAction) -> None:
+        if isinstance(action, Say):
+            self.say(action.level, action.text, action.job)
+        elif isinstance(action, Ended):
+            why = f": {action.reason}" if action.reason else ""
+            self._tell("info", f"{action.job}: {action.state}{why}")
+            self._api.publish(JobEnded(job=action.job, state=action.state, reason=action.reason))
+        elif isinstance(action, CheckBest):
+            self._spawn(self._check_best(action))
+
+    def _announce_nodes(self) -> None:
+        for name, node in self.cluster.nodes.items():
+            if self._states.get(name) != node.state:
+                self._states[name] = node.state
+                self._api.publish(NodeChanged(node=name, state=node.state, reason=node.reason))
+
+    def _spawn(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _check_best(self, action: CheckBest) -> None:
+        session = self.sessions.get(action.node)
+        link = session.link if session is not None else None
+        if link is None:
+            return
+        with contextlib.suppress(LinkGone, LinkLate, LinkRefused):
+            best = await link.ask(BundleFiles, PinBundle, job=action.job, attempt=action.attempt, kind="best")
+            link.send(ReleaseBundle, bundle=best.bundle)
+            self.feed(
+                events.BestSeen(
+                    node=action.node,
+                    job=action.job,
+                    attempt=action.attempt,
+                    step=best.step,
+                    val_loss=best.val_loss,
+                )
+            )
+
+    def _write_cursors(self) -> None:
+        for node in sorted(self._moved):
+            self.store.commit(cursor=self._cursors[node])
+        self._moved.clear()
+
+    def _collect(self) -> None:
+        checkpoints: set[str] = set()
+        unplaced: list[tuple[str, int]] = []
+        for name, job in self.cluster.jobs.items():
+            if job.state in ("publishing", "placing"):
+                unplaced.append((name, job.attempt))
+            if job.checkpoint is not None and job.state not in ("completed", "diverged"):
+                checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
+        self.home.collect(checkpoints, unplaced)
+
+    # --- nodes
+
+    def node_config(self, name: str) -> NodeConfig | None:
+        session = self.sessions.get(name)
+        return session.node if session is not None else None
+
+    def reload(self) -> list[str]:
+        """Reads the cluster file again. UsageError: it is wrong, and everything stays as it was."""
+        config = load_cluster(Path(self.config.source))
+        wanted = {node.name: node for node in config.nodes}
+        for name in [node.name for node in self.config.nodes if node.name not in wanted]:
+            self._remove_node(name)
+        changed = [node for node in config.nodes if self.node_config(node.name) != node]
+        self.config = config
+        for node in changed:
+            if node.name in self.sessions:
+                self._stop_session(node.name)
+            self._add_node(node)
+            self._run_session(node.name)
+        return sorted(wanted)
+
+    def _add_node(self, node: NodeConfig, connect: Connect | None = None, *, dials: bool = False) -> None:
+        self.sessions[node.name] = NodeSession(
+            node,
+            None if dials else connect or self._connect,
+            self,
+            owner=self.store.owner,
+            session=self._session,
+            heartbeat_seconds=self._heartbeat,
+        )
+        self.feed(events.NodeAdded(config=node))
+
+    def _run_session(self, name: str) -> None:
+        task = asyncio.create_task(self.sessions[name].run())
+        self._running[name] = task
+        task.add_done_callback(self._session_ended)
+
+    def _session_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _stop_session(self, name: str) -> None:
+        task = self._running.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    def _remove_node(self, name: str) -> None:
+        self._stop_session(name)
+        self.sessions.pop(name, None)
+        self._states.pop(name, None)
+        self.feed(events.NodeRemoved(node=name))
+
+    async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:
+        """An agent has dialled out to us; one that no cluster file names becomes a node too."""
+        fault = name_fault(hello.node)
+        if fault is None and hello.node not in self.sessions and len(self.sessions) >= MAX_DIALLED_NODES:
+            fault = f"there are {len(self.sessions)} nodes already"
+        if fault is not None:
+            stream.write(encode(ApiRefused(reply_to=0, reason=f"node: {fault}", exit_code=2)))
+            return
+        if hello.node not in self.sessions:
+            self.say("info", f"node {hello.node} has dialled in")
+            self._add_node(NodeConfig(name=hello.node), dials=True)
+        await self.sessions[hello.node].dialled(stream)
+
+    def _welcome(self) -> ApiWelcome:
+        return ApiWelcome(
+            protocol=API_PROTOCOL_VERSION,
+            gshare=version("gshare"),
+            owner=self.store.owner,
+            pid=os.getpid(),
+            cluster=self.config.source,
+            journal_id=self._session,
+        )
+
+    # --- what sessions tell (`session.Hooks`)
+
+    def deploying(self, node: str, text: str) -> None:
+        self._tell("info", f"{node}: {text}")
+        self.feed(events.NodeDeploying(node=node, text=text))
+
+    def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
+        self.heard[node] = time.monotonic()
+        mine = tuple(status for status in attempts if status.owner == self.store.owner)
+        self._listed[node] = {(status.job, status.attempt): status for status in mine}
+        self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
+
+    def beat(self, node: str, info: NodeInfo) -> None:
+        self.heard[node] = time.monotonic()
+        self.feed(events.NodeBeat(node=node, info=info))
+
+    def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
+        before = self._listed.get(node, {})
+        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self.store.owner}
+        self._listed[node] = mine
+        for key, status in mine.items():
+            if status != before.get(key):
+                self.feed(events.AttemptChanged(node=node, status=status))
+
+    def down(self, node: str, reason: str) -> None:
+        self.feed(events.NodeDown(node=node, reason=reason))
+
+    def cursor(self, node: str) -> tuple[str, int]:
+        found = self._cursors.get(node) or self.store.cursor(node)
+        return found.journal_id, found.seq
+
+    def event(self, node: str, frame: NodeEventFrame) -> bool:
+        self.heard[node] = time.monotonic()
+        cursor = None
+        if frame.seq:
+            cursor = self._cursors[node] = Cursor(node, frame.journal_id, frame.seq)
+            self._moved.add(node)
+        told = frame.event
+        if isinstance(told, NodeMessage):
+            self.say(told.level, f"{node}: {one_line(told.text)}")
+            return False
+        if told.owner != self.store.owner or not self._is_current(node, told):
+            return isinstance(told.event, JobChanged)
+        job, inner = told.event.job, told.event
+        if isinstance(inner, Stepped):
+            self.losses[job] = (inner.step, inner.loss)
+        elif isinstance(inner, Evaluated):
+            evaluation = events.Evaluation(
+                node=node,
+                job=job,
+                attempt=told.attempt,
+                step=inner.step,
+                val_loss=inner.val_loss,
+                label_tokens=inner.label_tokens,
+                best=inner.best,
+                time=told.time,
+            )
+            self.feed(evaluation, cursor=cursor, evaluation=evaluation)
+            self._moved.discard(node)
+        shown = JobEvent(node=node, attempt=told.attempt, event=inner)
+        self._api.publish(shown, sample=isinstance(inner, Stepped))
+        return isinstance(inner, JobChanged | CheckpointSaved)
+
+    def _is_current(self, node: str, told: AttemptEvent) -> bool:
+        job = self.cluster.jobs.get(told.event.job)
+        return job is not None and job.attempt == told.attempt and job.node in ("", node)
+
+
+_CHANGES_NODES = (
+    events.Tick,
+    events.Started,
+    events.NodeAdded,
+    events.NodeUp,
+    events.NodeBeat,
+    events.NodeDown,
+    events.NodeDeploying,
+    events.AttemptChanged,
+)
