@@ -137,8 +137,8 @@ def check_room(directory: Path, nbytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if nbytes + DISK_RESERVE > free:
         raise DiskFull(
-            f"{directory}: {nbytes / 2**20:,.0f} MiB are needed and {DISK_RESERVE >> 20} MiB stay free, but "
-            f"only {free / 2**20:,.0f} MiB are there; free space"
+            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only {free >> 20:,} MiB "
+            "are; free space there"
         )
 
 

@@ -165,7 +165,7 @@ class LocalCluster:
     def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{self.jobs()}\n{self.log()}"
+            assert time.monotonic() < deadline, f"{self.jobs()}\n{self.log()[-4000:]}"
             time.sleep(0.05)
 
     def until_ended(self, *names: str) -> None:
