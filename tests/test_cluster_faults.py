@@ -6,6 +6,7 @@ the agents are processes of their own, the engine is of straw; `quick_coordinato
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_runner import weights_after
-from ssh_cluster import SshCluster, ssh_cluster
+from ssh_cluster import HOSTILE, SshCluster, ssh_cluster
 from sshd import make_key
 
 NODES = ("a", "b", "c")
@@ -99,6 +100,29 @@ def test_agent_trainer_and_coordinator_are_killed_at_once(cluster: SshCluster) -
     assert {cluster.jobs()[name].attempt for name in names} == {1}
     assert cluster.agent_pid("a") not in (None, agents["a"])
     assert (cluster.agent_pid("b"), cluster.agent_pid("c")) == (agents["b"], agents["c"])
+
+
+@pytest.mark.timeout(300)
+def test_hostile_paths_are_only_paths(cluster: SshCluster) -> None:
+    """Of data, output and (by `ssh_cluster.py`) a node's state directory, through the node's login shell."""
+    names = ("plain", "worse", "worst")
+    cluster.write_jobs({name: "steps=6,files=1" for name in names})
+    spec = Path(cluster.spec)
+    text = spec.read_text().replace('"out/', json.dumps(f"out {HOSTILE}/")[:-1])
+    for name in names:
+        (cluster.root / "data" / f"{name}.jsonl").rename(cluster.root / "data" / f"{name} {HOSTILE}.jsonl")
+        text = text.replace(f'"data/{name}.jsonl"', json.dumps(f"data/{name} {HOSTILE}.jsonl"))
+    spec.write_text(text)
+    done = cluster.gshare("submit", "--adapters-config", cluster.spec, "--watch")
+    assert done.returncode == 0, done.stderr
+    assert {cluster.jobs()[name].node for name in names} == {*NODES}
+    for name in names:
+        adapter = cluster.root / f"out {HOSTILE}" / name / "adapter_model.safetensors"
+        assert adapter.read_text() == weights_after(name, 6)
+    # The shells start at home; the processes at "/".
+    for folder in (Path.home(), *(s.home for s in cluster.servers.values()), Path("/"), Path.cwd()):
+        assert not (folder / "pwned").exists()
+    assert not list(cluster.root.rglob("pwned"))
 
 
 def part_size(directory: Path) -> int:

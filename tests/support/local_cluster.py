@@ -44,7 +44,15 @@ CONFIG = {
 
 
 class LocalCluster:
-    def __init__(self, root: Path, *nodes: str, straw: bool = True, max_adapters: int = 100) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *nodes: str,
+        straw: bool = True,
+        max_adapters: int = 100,
+        more_environment: dict[str, dict[str, str]] | None = None,
+    ) -> None:
+        """`more_environment`: node → variables of its agent."""
         self.root = root
         self.nodes = nodes
         self.home = root / "home"
@@ -52,9 +60,10 @@ class LocalCluster:
         self.spec = str(root / "adapters.toml")
         self.model = root / "model"
         self.started: list[subprocess.Popen[str]] = []
-        environment = {"GSHARE_TEST_RUNNER": "fake_runner:FakeRunner", "GSHARE_TEST_PREPARE": "fake_prepare"}
+        straws = {"GSHARE_TEST_RUNNER": "fake_runner:FakeRunner", "GSHARE_TEST_PREPARE": "fake_prepare"}
         blocks = []
         for name in nodes:
+            environment = {**(straws if straw else {}), **(more_environment or {}).get(name, {})}
             lines = [
                 "[[node]]",
                 f'name = "{name}"',
@@ -63,7 +72,7 @@ class LocalCluster:
                 f"max_adapters = {max_adapters}",
                 "gpus = []",
                 "[node.environment]",
-                *(f'{key} = "{value}"' for key, value in (environment.items() if straw else ())),
+                *(f'{key} = "{value}"' for key, value in environment.items()),
             ]
             blocks.append("\n".join(lines) + "\n")
         root.mkdir(parents=True, exist_ok=True)

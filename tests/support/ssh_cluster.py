@@ -10,6 +10,7 @@ ten seconds a node, and `test_deploy.py` is about it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,10 @@ from pathlib import Path
 import pytest
 from local_cluster import SUPPORT, LocalCluster
 from sshd import Sshd, make_key, start_sshd
+
+
+#: The last node's state directory is called so: it goes through a login shell there, on every connection.
+HOSTILE = """$(touch pwned) [/]"';`touch pwned`&"""
 
 
 class SshCluster(LocalCluster):
@@ -49,11 +54,14 @@ class SshCluster(LocalCluster):
             f'name = "{name}"',
             f'host = "{server.host}"\nport = {server.port}\nuser = "{server.user}"',
             f'identity = "{server.client_key}"\npython = "{sys.executable}"',
-            f'state_dir = "{self.state_dir(name)}"\nmax_adapters = {self.max_adapters}\ngpus = []',
+            f'state_dir = {json.dumps(str(self.state_dir(name)))}\nmax_adapters = {self.max_adapters}\ngpus = []',
             "[node.environment]",
             *(f'{key} = "{value}"' for key, value in environment.items()),
         ]
         return "\n".join(lines) + "\n"
+
+    def state_dir(self, node: str) -> Path:
+        return super().state_dir(f"{node}{HOSTILE}" if node == self.nodes[-1] else node)
 
     def install(self) -> None:
         """On the first node by deploy, on the others by copying its record, which names its environment."""
