@@ -132,10 +132,13 @@ class LocalCluster:
         self.started.append(process)
         return process
 
-    def start_coordinator(self, *flags: str) -> subprocess.Popen[str]:
-        """One with little patience (`quick_coordinator.py`); what it says is in `log`. It answers already."""
+    def start_coordinator(self, *flags: str, lost_after: float = SECONDS) -> subprocess.Popen[str]:
+        """One with little patience (`quick_coordinator.py`); what it says is in `log`. It answers already.
+
+        `lost_after`: s, of a node; the default is longer than any test waits.
+        """
         self.home.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, str(SUPPORT / "quick_coordinator.py"), *flags]
+        command = [sys.executable, str(SUPPORT / "quick_coordinator.py"), str(lost_after), *flags]
         with open(self.home / "coordinator.log", "ab") as log:
             process = subprocess.Popen(
                 [*command, "--cluster", str(self.file), "--state-dir", str(self.home)],

@@ -1,9 +1,9 @@
 """`gshare coordinator` with less patience: a node is lost after seconds, so that a test need not wait an hour.
 
-    python quick_coordinator.py --cluster FILE --state-dir DIR [--accept-new]
+    python quick_coordinator.py LOST_AFTER --cluster FILE --state-dir DIR [--accept-new]
 
-Everything else is the real command in a process of its own. Patience is in seconds; a busy machine may take
-two of them to answer, so nothing here is shorter than four.
+Everything else is the real command in a process of its own. LOST_AFTER: seconds unreachable after which a
+node is lost. A busy machine may take two seconds to answer, so nothing here is shorter than four.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from gshare.coordinator import connecting, remote, service, session, transfers
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.reconnect import Backoff
 
-LIMITS = transfers.Limits(lost_after_s=4.0, fault_delay_s=0.5, publish_delay_s=1.0, settle_s=20.0)
 HEARTBEAT_SECONDS = 1.0
 BEAT_SECONDS = 4.0
 CONNECT_SECONDS = 4.0
@@ -29,9 +28,10 @@ def new_session(*arguments: Any, **fields: Any) -> session.NodeSession:
     return session.NodeSession(*arguments, backoff=backoff, **fields)
 
 
-def hurry() -> None:
+def hurry(lost_after: float) -> None:
     """Before the command is run, in its process."""
-    service.Cluster = functools.partial(Cluster, limits=LIMITS)  # pyright: ignore[reportAttributeAccessIssue]
+    limits = transfers.Limits(lost_after_s=lost_after, fault_delay_s=0.5, publish_delay_s=1.0)
+    service.Cluster = functools.partial(Cluster, limits=limits)  # pyright: ignore[reportAttributeAccessIssue]
     service.NodeSession = new_session  # pyright: ignore[reportAttributeAccessIssue]
     defaults = service.Coordinator.__init__.__kwdefaults__
     assert defaults is not None
@@ -41,7 +41,7 @@ def hurry() -> None:
 
 
 if __name__ == "__main__":
-    hurry()
+    hurry(float(sys.argv[1]))
     from gshare.cli.main import main
 
-    sys.exit(main(["coordinator", *sys.argv[1:]]))
+    sys.exit(main(["coordinator", *sys.argv[2:]]))

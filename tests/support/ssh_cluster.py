@@ -24,7 +24,7 @@ from sshd import Sshd, make_key, start_sshd
 
 
 #: The last node's state directory is called so: it goes through a login shell there, on every connection.
-HOSTILE = """$(touch pwned) [/]"';`touch pwned`&"""
+HOSTILE = """$(touch pwned) [bold]"';`touch pwned`&"""
 
 
 class SshCluster(LocalCluster):
@@ -33,6 +33,7 @@ class SshCluster(LocalCluster):
     def __init__(self, root: Path, servers: dict[str, Sshd], *, max_adapters: int) -> None:
         super().__init__(root, *servers, max_adapters=max_adapters)
         self.servers = servers
+        self.lost_after = 0.0  # the patience of the coordinator that runs
         self.max_adapters = max_adapters
         self.write_nodes(*servers)
 
