@@ -286,7 +286,8 @@ class Coordinator:
         unplaced: list[tuple[str, int]] = []
         expecting = False
         for name, job in self.cluster.jobs.items():
-            expecting |= job.pulling or job.state == "publishing"
+            # Adoptable: its node was lost, but may come back with the finished attempt.
+            expecting |= job.pulling or job.adoptable or job.state == "publishing"
             if job.state in ("publishing", "placing"):
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
