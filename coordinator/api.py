@@ -151,6 +151,8 @@ class ApiServer:
             stream.write(encode(ApiRefused(reply_to=0, reason=str(error), exit_code=EXIT_USAGE)))
         except (OSError, asyncio.TimeoutError):
             pass  # the client went away, or never said hello
+        except asyncio.CancelledError:
+            pass  # `close`; before Python 3.12 the stream's own callback logs a cancelled task as an error
         finally:
             self._tasks.discard(task)
             await stream.close()

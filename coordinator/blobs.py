@@ -140,8 +140,8 @@ def check_room(directory: Path, nbytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if nbytes + DISK_RESERVE > free:
         raise DiskFull(
-            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only {free >> 20:,} MiB "
-            "are; free space there"
+            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only "
+            f"{free >> 20:,} MiB are; free space there"
         )
 
 

@@ -19,7 +19,6 @@ from gshare.agent.node.protocol import BlobRef
 from gshare.coordinator.blobs import BlobStore, DiskFull
 from gshare.coordinator.results import Result, place_results
 
-
 #: A transfer that has not gone on for so long is begun anew.
 SPARE_SECONDS = 3600.0
 

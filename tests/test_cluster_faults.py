@@ -38,7 +38,9 @@ def ready(cluster: SshCluster, lost_after: float) -> SshCluster:
             running.wait(30)
         cluster.lost_after = lost_after
         cluster.start_coordinator(lost_after=lost_after)
-    cluster.until(lambda: sorted(n for n, row in cluster.nodes_now().items() if row.state == "ready") == [*NODES])
+    cluster.until(
+        lambda: sorted(n for n, row in cluster.nodes_now().items() if row.state == "ready") == [*NODES]
+    )
     return cluster
 
 

@@ -144,5 +144,9 @@ def test_garbage_oversize_endless_and_silent_clients_cost_themselves_their_conne
     cluster.until_ended("through")
     cluster.assert_home({"through": 60})
     assert (cluster.coordinator_pid(), cluster.agent_pid("a")) == before
+    # Clients that are still there do not hold its end up, nor is it told as an error.
+    cluster.started[-1].terminate()
+    assert cluster.started[-1].wait(30) == 143
+    assert "Traceback" not in cluster.log()
     for sock in silent:
         sock.close()

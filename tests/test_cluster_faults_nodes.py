@@ -1,4 +1,4 @@
-"""Nodes that cannot be used, or not as they are: keys, jump hosts, clocks, two coordinators. Real processes."""
+"""Nodes that cannot be used, or not as they are: keys, jump hosts, clocks, two coordinators."""
 
 from __future__ import annotations
 

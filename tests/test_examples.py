@@ -35,3 +35,25 @@ def test_multi_adapter_training(tmp_path: Path) -> None:
         losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
         assert sorted(losses) == list(range(1, steps + 1))
         assert losses[steps] < losses[1]
+
+
+@pytest.mark.slow  # four times the tests' own torch start: agents, trainers, the single run
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("flags", "code", "told"), [((), 0, "9 adapters, 27 files"), (("--tamper",), 1, "DIFFERENT")]
+)
+def test_cluster_training(tmp_path: Path, flags: tuple[str, ...], code: int, told: str) -> None:
+    """Nine adapters over three agents, one killed: the single run's bytes, and a changed byte is found."""
+    example = tmp_path / "cluster_training"
+    shutil.copytree(EXAMPLES / "cluster_training", example, ignore=shutil.ignore_patterns("out"))
+    done = subprocess.run(
+        [sys.executable, str(example / "run.py"), "--toy", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert told in done.stdout
+    assert "killed the agent of node b" in done.stdout

@@ -1,4 +1,4 @@
-"""A cluster on one machine: nine adapters over three agents, one killed midway, and the bytes of a single run.
+"""A cluster on one machine: nine adapters, three agents, one killed midway, the bytes of a single run.
 
     python examples/cluster_training/run.py            SmolLM2-135M-Instruct, out of `make demo`'s packages
     python examples/cluster_training/run.py --toy      a random base of two layers: one or two minutes
@@ -89,8 +89,8 @@ def write_data(toy: bool) -> str:
 def write_cluster() -> Path:
     """Three nodes on this machine, room for three adapters on each."""
     blocks = [
-        f'[[node]]\nname = "{node}"\ntransport = "local"\nstate_dir = {json.dumps(str(OUT / "nodes" / node))}\n'
-        "max_adapters = 3\ngpus = []\n"
+        f'[[node]]\nname = "{node}"\ntransport = "local"\n'
+        f"state_dir = {json.dumps(str(OUT / 'nodes' / node))}\nmax_adapters = 3\ngpus = []\n"
         for node in NODES
     ]
     path = OUT / "cluster.toml"

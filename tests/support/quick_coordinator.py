@@ -1,4 +1,4 @@
-"""`gshare coordinator` with less patience: a node is lost after seconds, so that a test need not wait an hour.
+"""`gshare coordinator` with less patience: a node is lost after seconds, and a test need not wait an hour.
 
     python quick_coordinator.py LOST_AFTER --cluster FILE --state-dir DIR [--accept-new]
 

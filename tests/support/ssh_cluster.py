@@ -22,7 +22,6 @@ import pytest
 from local_cluster import SUPPORT, LocalCluster
 from sshd import Sshd, make_key, start_sshd
 
-
 #: The last node's state directory is called so: it goes through a login shell there, on every connection.
 HOSTILE = """$(touch pwned) [bold]"';`touch pwned`&"""
 
@@ -55,7 +54,8 @@ class SshCluster(LocalCluster):
             f'name = "{name}"',
             f'host = "{server.host}"\nport = {server.port}\nuser = "{server.user}"',
             f'identity = "{server.client_key}"\npython = "{sys.executable}"',
-            f'state_dir = {json.dumps(str(self.state_dir(name)))}\nmax_adapters = {self.max_adapters}\ngpus = []',
+            f"state_dir = {json.dumps(str(self.state_dir(name)))}",
+            f"max_adapters = {self.max_adapters}\ngpus = []",
             "[node.environment]",
             *(f'{key} = "{value}"' for key, value in environment.items()),
         ]
