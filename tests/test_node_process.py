@@ -217,6 +217,7 @@ def test_a_poisonous_job_fails_by_its_own_fault_and_the_node_goes_on(agent: Agen
         ("bad_data=1", "fake", "row 1: no text", False),
         ("steps=2", "missing", "not on this node", True),
         ("steps=5,fail_at=2", "fake", "its script says so", False),
+        ("steps=5,full_at=2", "fake", "disk full", True),
     ],
 )
 def test_whose_fault_a_failure_is(
