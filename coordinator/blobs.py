@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import os
 import re
+import time
 from collections.abc import Collection
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -107,15 +108,17 @@ class BlobStore:
             raise DiskFull(f"{final}: {error.strerror}; free space there") from None
         return final
 
-    def collect(self, keep: Collection[str]) -> int:
-        """Removes every blob and part whose hash is not in `keep`; returns how many."""
-        removed = 0
+    def collect(self, keep: Collection[str], *, spare_seconds: float = 0.0) -> int:
+        """Removes every blob and part whose hash is not in `keep` and that was not written to for
+        `spare_seconds`; returns how many."""
+        removed, spared = 0, time.time() - spare_seconds
         if not self.directory.is_dir():
             return 0
         for entry in self.directory.iterdir():
-            if entry.name.removesuffix(".part") not in keep:
-                entry.unlink(missing_ok=True)
-                removed += 1
+            if entry.name.removesuffix(".part") in keep or entry.stat().st_mtime > spared:
+                continue
+            entry.unlink(missing_ok=True)
+            removed += 1
         return removed
 
     def _part(self, sha256: str) -> Path:
@@ -137,8 +140,8 @@ def check_room(directory: Path, nbytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if nbytes + DISK_RESERVE > free:
         raise DiskFull(
-            f"{directory}: {nbytes / 2**20:,.0f} MiB are needed and {DISK_RESERVE >> 20} MiB stay free, but "
-            f"only {free / 2**20:,.0f} MiB are there; free space"
+            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only {free >> 20:,} MiB "
+            "are; free space there"
         )
 
 

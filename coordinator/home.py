@@ -20,6 +20,10 @@ from gshare.coordinator.blobs import BlobStore, DiskFull
 from gshare.coordinator.results import Result, place_results
 
 
+#: A transfer that has not gone on for so long is begun anew.
+SPARE_SECONDS = 3600.0
+
+
 class _Brought(msgspec.Struct, frozen=True, kw_only=True):
     files: list[BlobRef]
 
@@ -69,8 +73,14 @@ class Home:
         """The result has been placed, and the store knows."""
         self._path(job, attempt).unlink(missing_ok=True)
 
-    def collect(self, checkpoints: Iterable[str], unplaced: Iterable[tuple[str, int]]) -> None:
-        """Removes all but the blobs with the hashes `checkpoints` and the results of `unplaced` attempts."""
+    def collect(
+        self, checkpoints: Iterable[str], unplaced: Iterable[tuple[str, int]], *, expecting: bool = False
+    ) -> None:
+        """Removes all but the blobs with the hashes `checkpoints` and the results of `unplaced` attempts.
+
+        `expecting`: files are on their way, perhaps of a node that is away just now. Which ones is not known
+        here, so what came within the last hour is spared: else it would be begun anew.
+        """
         if self._pulling:
             return
         keep = set(checkpoints)
@@ -83,7 +93,7 @@ class Home:
                 keep |= {file.sha256 for file in msgspec.json.decode(path.read_bytes(), type=_Brought).files}
             except (OSError, msgspec.MsgspecError):
                 return  # `place` will say so; until then nothing is lost
-        self.blobs.collect(keep)
+        self.blobs.collect(keep, spare_seconds=SPARE_SECONDS if expecting else 0.0)
 
     def _path(self, job: str, attempt: int) -> Path:
         return self._brought / f"{job}-{attempt}.json"

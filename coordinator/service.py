@@ -284,12 +284,15 @@ class Coordinator:
     def _collect(self) -> None:
         checkpoints: set[str] = set()
         unplaced: list[tuple[str, int]] = []
+        expecting = False
         for name, job in self.cluster.jobs.items():
+            # Adoptable: its node was lost, but may come back with the finished attempt.
+            expecting |= job.pulling or job.adoptable or job.state == "publishing"
             if job.state in ("publishing", "placing"):
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
                 checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
-        self.home.collect(checkpoints, unplaced)
+        self.home.collect(checkpoints, unplaced, expecting=expecting)
 
     # --- nodes
 

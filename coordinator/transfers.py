@@ -8,6 +8,7 @@ attempt can be started, so nothing is published twice.
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -218,11 +219,13 @@ class Transfers:
         if job.state not in ("publishing", "placing"):
             return
         if event.retry or job.state == "placing":
+            told = _without_numbers(job.reason) == _without_numbers(event.reason)
             job.publish_again, job.reason = True, event.reason
             self._timer(self.limits.publish_delay_s, "publish", job)
             self._touch(job)
-            text = f"{event.job}: {event.reason}; nothing is lost, it is tried again"
-            self._say("warning", text, job=event.job, node=job.node)
+            if not told:  # a disk that is full for a night is told of once, not 3,000 times
+                text = f"{event.job}: {event.reason}; nothing is lost, it is tried again"
+                self._say("warning", text, job=event.job, node=job.node)
         elif job.outcome == "diverged":
             self._leave_node(job)
             self._end(job, "diverged", event.reason)
@@ -242,3 +245,8 @@ class Transfers:
     def _fault(self, job: JobRecord, reason: str) -> None:
         """The current attempt came to nothing by its node's fault."""
         raise NotImplementedError
+
+
+def _without_numbers(reason: str) -> str:
+    """The same complaint may come with other MiB each time."""
+    return re.sub(r"[\d,.]+", "", reason)

@@ -188,6 +188,12 @@ def test_disk_full_at_home_keeps_the_files_and_tries_again() -> None:
     model.outbox.clear()
     model.tick(31)
     assert Publish(node="a", job="j", attempt=1) in model.outbox.values()
+    # Told once a complaint, whatever its numbers; another one is told.
+    said = len(model.said)
+    model.tell(PublishFailed(job="j", attempt=1, reason="/out: only 3 MiB are free", retry=True))
+    model.tell(PublishFailed(job="j", attempt=1, reason="/out: only 2 MiB are free", retry=True))
+    assert len(model.said) == said + 1
+    assert model.cluster.jobs["j"].reason == "/out: only 2 MiB are free"
 
 
 def test_a_job_at_home_needs_its_node_no_longer() -> None:

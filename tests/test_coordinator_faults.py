@@ -191,6 +191,8 @@ def test_a_connection_cut_in_the_middle_of_a_result_goes_on_at_the_offset(
         return real(self, attempt, kind) | ({"big.bin": big} if kind == "final" else {})
 
     monkeypatch.setattr(FakeAgent, "files", files)
+    # What is swept meanwhile is not what is on its way.
+    monkeypatch.setattr(service_module, "HOUSEKEEPING_SECONDS", 0.0)
 
     async def test(it: Straw) -> None:
         async with it.running():

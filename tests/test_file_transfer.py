@@ -12,6 +12,7 @@ from gshare.agent.node import protocol as p
 from gshare.coordinator import blobs as blobs_module
 from gshare.coordinator.blobs import BlobStore, Damaged, DiskFull, path_fault
 from gshare.coordinator.file_transfer import Source, SourceChanged, check_bundle, pull_bundle, push_files
+from gshare.coordinator.home import SPARE_SECONDS, Home
 from gshare.coordinator.link import LinkGone, LinkRefused
 
 
@@ -265,3 +266,18 @@ def test_blobs_that_nobody_needs_are_collected(tmp_path: Path) -> None:
     assert store.collect({refs[0].sha256}) == 2  # a blob and a part
     assert store.has(refs[0])
     assert not store.has(refs[1])
+
+
+def test_what_is_on_its_way_is_spared_for_an_hour_while_its_node_is_away(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.blobs.make_room(10)
+    new, old = (p.BlobRef(name=str(n), sha256=sha(bytes([n])), size=2) for n in range(2))
+    for ref in (new, old):
+        home.blobs.append(ref, 0, b"x")
+    there = tmp_path / "blobs" / f"{old.sha256}.part"
+    hours_ago = there.stat().st_mtime - 2 * SPARE_SECONDS
+    os.utime(there, (hours_ago, hours_ago))
+    home.collect((), (), expecting=True)
+    assert (home.blobs.partial(new), home.blobs.partial(old)) == (1, 0)
+    home.collect((), ())  # negative control: nothing is expected
+    assert home.blobs.partial(new) == 0

@@ -6,6 +6,7 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
     fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
     full_at=K      ends as `failed` there: the disk is full
+    pad=M          the final adapter has M MiB of blanks after the weights
     files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
 The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
 The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not. An
@@ -203,7 +204,8 @@ class FakeRunner:
         if job.step >= job.total:
             self._save(job)
             (job.out / "adapter_config.json").write_text("{}")
-            (job.out / "adapter_model.safetensors").write_text(job.weights)
+            blanks = " " * (int(job.script.get("pad", 0)) << 20)
+            (job.out / "adapter_model.safetensors").write_text(job.weights + blanks)
             self._change(job, "completed")
 
     def _save(self, job: FakeJob) -> None:

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fake_runner import weights_after
 from gshare.agent.errors import GshareError
+from gshare.agent.node.protocol import ListAttempts
 from gshare.coordinator.api_client import CoordinatorClient
 from node_agents import NodeClient
 
@@ -42,7 +44,15 @@ CONFIG = {
 
 
 class LocalCluster:
-    def __init__(self, root: Path, *nodes: str, straw: bool = True, max_adapters: int = 100) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *nodes: str,
+        straw: bool = True,
+        max_adapters: int = 100,
+        more_environment: dict[str, dict[str, str]] | None = None,
+    ) -> None:
+        """`more_environment`: node → variables of its agent."""
         self.root = root
         self.nodes = nodes
         self.home = root / "home"
@@ -50,9 +60,10 @@ class LocalCluster:
         self.spec = str(root / "adapters.toml")
         self.model = root / "model"
         self.started: list[subprocess.Popen[str]] = []
-        environment = {"GSHARE_TEST_RUNNER": "fake_runner:FakeRunner", "GSHARE_TEST_PREPARE": "fake_prepare"}
+        straws = {"GSHARE_TEST_RUNNER": "fake_runner:FakeRunner", "GSHARE_TEST_PREPARE": "fake_prepare"}
         blocks = []
         for name in nodes:
+            environment = {**(straws if straw else {}), **(more_environment or {}).get(name, {})}
             lines = [
                 "[[node]]",
                 f'name = "{name}"',
@@ -61,7 +72,7 @@ class LocalCluster:
                 f"max_adapters = {max_adapters}",
                 "gpus = []",
                 "[node.environment]",
-                *(f'{key} = "{value}"' for key, value in (environment.items() if straw else ())),
+                *(f'{key} = "{value}"' for key, value in environment.items()),
             ]
             blocks.append("\n".join(lines) + "\n")
         root.mkdir(parents=True, exist_ok=True)
@@ -121,6 +132,27 @@ class LocalCluster:
         self.started.append(process)
         return process
 
+    def start_coordinator(self, *flags: str, lost_after: float = SECONDS) -> subprocess.Popen[str]:
+        """One with little patience (`quick_coordinator.py`); what it says is in `log`. It answers already.
+
+        `lost_after`: s, of a node; the default is longer than any test waits.
+        """
+        self.home.mkdir(mode=0o700, exist_ok=True)
+        command = [sys.executable, str(SUPPORT / "quick_coordinator.py"), str(lost_after), *flags]
+        with open(self.home / "coordinator.log", "ab") as log:
+            process = subprocess.Popen(
+                [*command, "--cluster", str(self.file), "--state-dir", str(self.home)],
+                cwd="/",
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        self.started.append(process)
+        self.until(lambda: self.coordinator_pid() == process.pid)
+        return process
+
     def _environment(self) -> dict[str, str]:
         paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -145,7 +177,7 @@ class LocalCluster:
     def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{self.jobs()}\n{self.log()}"
+            assert time.monotonic() < deadline, f"{self.jobs()}\n{self.log()[-4000:]}"
             time.sleep(0.05)
 
     def until_ended(self, *names: str) -> None:
@@ -162,13 +194,50 @@ class LocalCluster:
         path = self.home / "coordinator.log"
         return path.read_text() if path.exists() else ""
 
+    def state_dir(self, node: str) -> Path:
+        return self.root / "nodes" / node
+
     def agent_pid(self, node: str) -> int | None:
         try:
-            client = NodeClient(self.root / "nodes" / node / "socket", role="observer", owner="")
+            client = NodeClient(self.state_dir(node) / "socket", role="observer", owner="")
         except (GshareError, OSError):
             return None
         client.close()
         return client.hello.pid
+
+    def attempts(self, node: str) -> dict[tuple[str, int], str]:
+        """(job, attempt) → state, as the agent itself says it."""
+        client = NodeClient(self.state_dir(node) / "socket", role="observer", owner="")
+        try:
+            listed = client.ask(ListAttempts).attempts
+        finally:
+            client.close()
+        return {(status.job, status.attempt): status.state for status in listed}
+
+    def nodes_now(self) -> dict[str, Any]:
+        """Node → its row, over the socket."""
+        from gshare.coordinator.api_protocol import ListNodes, NodeRows
+
+        try:
+            with CoordinatorClient(self.home, "test") as client:
+                return {row.node: row for row in client.ask(NodeRows, ListNodes).nodes}
+        except GshareError:
+            return {}
+
+    def submit(self, jobs: dict[str, str], *words: str) -> None:
+        """Jobs of these scripts, taken by the coordinator that runs."""
+        self.write_jobs(jobs)
+        done = self.gshare("submit", "--adapters-config", self.spec, *words)
+        assert done.returncode == 0, done.stderr
+
+    def assert_home(self, scripts: dict[str, int]) -> None:
+        """Job → its steps: each has ended well, its adapter is that of an undisturbed run, placed once."""
+        jobs = self.jobs()
+        for name, steps in scripts.items():
+            assert (jobs[name].state, jobs[name].placed) == ("completed", True), jobs[name]
+            assert self.adapter(name).decode() == weights_after(name, steps), name
+            lines = [line for line in self.log().splitlines() if f" {name}: completed" in line]
+            assert len(lines) == 1, lines
 
     def coordinator_pid(self) -> int | None:
         try:
