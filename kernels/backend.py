@@ -89,6 +89,12 @@ class Backend(Protocol):
         """dx, plus the residual's gradient `skip`."""
         ...
 
+    def rms_norm_backward_apply(
+        self, dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor, skip: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rms_norm_backward` and `rms_norm_apply`: dx, and h again."""
+        ...
+
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor: ...
     def swiglu_backward(self, dm: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """d_gate_up, and m again."""

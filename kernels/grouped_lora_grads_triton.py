@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from gshare.kernels.grouped_lora_triton import (
+    SHARED_BYTES,
     WARPS,
     column_block,
     column_width,
@@ -22,11 +23,12 @@ from gshare.kernels.grouped_lora_triton import (
     locate_columns,
     offset,
     rank_of,
-    stages,
 )
-from gshare.kernels.lora_tables import BLOCK_T, PassTables
+from gshare.kernels.lora_tables import BLOCK_T, COLUMN_ALIGN, PassTables
 from gshare.kernels.lora_tables import column_width as padded_rank
 from gshare.kernels.triton_common import INTERPRET, dot
+
+_COLUMN_ALIGN = tl.constexpr(COLUMN_ALIGN)
 
 
 @triton.jit
@@ -63,30 +65,31 @@ def _grad_a(
     WIDEN: tl.constexpr,
 ):
     """One tile of every linear's dAᵀ: BLOCK_F features by BLOCK_C columns of dS. held: grads hold a sum."""
+    EVEN: tl.constexpr = K % BLOCK_F == 0
     f = f0 + tl.arange(0, BLOCK_F)
     c = c0 + tl.arange(0, BLOCK_C)
     a_row, linear, columns = locate_columns(table, adapters, adapter, c, J, K)
-    if c0 < columns:
-        places = grads + a_row[None, :] + f[:, None]
-        keep = (f < K)[:, None] & (linear >= 0)[None, :]
-        acc = tl.load(places, mask=keep & held, other=0.0)
-        for g in range(first, end):
-            t, t_ok = _granule(granules, g, BLOCK_T)
-            x_ok = t_ok[:, None] & (f < K)[None, :]
-            xs = tl.load(x + t[:, None] * x_stride + f[None, :], mask=x_ok, other=0.0)
-            d_ok = t_ok[:, None] & (c < columns)[None, :]
-            d = tl.load(ds + t[:, None] * s_stride + c[None, :], mask=d_ok, other=0.0)
-            if HAS_MASK:
-                # Every column gets its own linear's product and zeros from the others.
-                for j in tl.static_range(J):
-                    m_rows = mask + (j * tokens.to(tl.int64) + t)[:, None] * K
-                    m = tl.load(m_rows + f[None, :], mask=x_ok, other=0)
-                    kept = tl.where(m != 0, xs, 0.0).to(xs.dtype)
-                    own = tl.where((linear == j)[None, :], d, 0.0).to(d.dtype)
-                    acc = dot(tl.trans(kept), own, acc, WIDEN)
-            else:
-                acc = dot(tl.trans(xs), d, acc, WIDEN)
-        tl.store(places, acc, mask=keep)
+    places = grads + a_row[None, :] + f[:, None]
+    keep = (f < K)[:, None] & (linear >= 0)[None, :] & (first < end)
+    acc = tl.load(places, mask=keep & held, other=0.0)
+    for g in range(first, tl.where(c0 < columns, end, first)):
+        t, t_ok = _granule(granules, g, BLOCK_T)
+        # A mask along features only where tiles do not divide them: it is the loads' longest arithmetic.
+        x_ok = t_ok[:, None] if EVEN else t_ok[:, None] & (f < K)[None, :]
+        xs = tl.load(x + t[:, None] * x_stride + f[None, :], mask=x_ok, other=0.0)
+        d_ok = t_ok[:, None] & (c < columns)[None, :]
+        d = tl.load(ds + t[:, None] * s_stride + c[None, :], mask=d_ok, other=0.0)
+        if HAS_MASK:
+            # Every column gets its own linear's product and zeros from the others.
+            for j in tl.static_range(J):
+                m_rows = mask + (j * tokens.to(tl.int64) + t)[:, None] * K
+                m = tl.load(m_rows + f[None, :], mask=x_ok, other=0)
+                kept = tl.where(m != 0, xs, 0.0).to(xs.dtype)
+                own = tl.where((linear == j)[None, :], d, 0.0).to(d.dtype)
+                acc = dot(tl.trans(kept), own, acc, WIDEN)
+        else:
+            acc = dot(tl.trans(xs), d, acc, WIDEN)
+    tl.store(places, acc, mask=keep)
 
 
 @triton.jit
@@ -107,23 +110,28 @@ def _grad_b(
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One tile of one linear's dB: BLOCK_F features by BLOCK_C of its columns of S."""
+    """One tile of one linear's dB: BLOCK_F features by BLOCK_C of its columns of S. EVEN: tiles divide every
+    linear's features."""
     f = f0 + tl.arange(0, BLOCK_F)
     c = c0 + tl.arange(0, BLOCK_C)
-    if c0 < rank:
-        places = b_grads + f[:, None] * rank + c[None, :]
-        keep = (f < features)[:, None] & (c < rank)[None, :]
-        acc = tl.load(places, mask=keep & held, other=0.0)
-        for g in range(first, end):
-            t, t_ok = _granule(granules, g, BLOCK_T)
-            y_ok = t_ok[:, None] & (f < features)[None, :]
-            ys = tl.load(dy + t[:, None] * dy_stride + f[None, :], mask=y_ok, other=0.0)
-            s_ok = t_ok[:, None] & (c < column_width(rank))[None, :]
-            ss = tl.load(s + t[:, None] * s_stride + c[None, :], mask=s_ok, other=0.0)
-            acc = dot(tl.trans(ys), ss, acc, WIDEN)
-        tl.store(places, acc, mask=keep)
+    keep = (f < features)[:, None] & (c < rank)[None, :] & (first < end)
+    acc = tl.load(b_grads + f[:, None] * rank + c[None, :], mask=keep & held, other=0.0)
+    for g in range(first, tl.where(c0 < rank, end, first)):
+        t, t_ok = _granule(granules, g, BLOCK_T)
+        y_ok = t_ok[:, None] if EVEN else t_ok[:, None] & (f < features)[None, :]
+        ys = tl.load(dy + t[:, None] * dy_stride + f[None, :], mask=y_ok, other=0.0)
+        s_ok = t_ok[:, None] & (c < column_width(rank))[None, :]
+        ss = tl.load(s + t[:, None] * s_stride + c[None, :], mask=s_ok, other=0.0)
+        acc = dot(tl.trans(ys), ss, acc, WIDEN)
+    if rank % _COLUMN_ALIGN == 0:
+        # The product shows the compiler 16-byte stores.
+        width = rank // _COLUMN_ALIGN * _COLUMN_ALIGN
+        tl.store(b_grads + f[:, None] * width + c[None, :], acc, mask=keep)
+    else:
+        tl.store(b_grads + f[:, None] * rank + c[None, :], acc, mask=keep)
 
 
 @triton.jit(do_not_specialize=["adapters", "tokens"])
@@ -151,7 +159,8 @@ def _grads_kernel(
     A_TILES: tl.constexpr,
     B_TILES: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    A_FEATURES: tl.constexpr,
+    B_FEATURES: tl.constexpr,
     A_COLUMNS: tl.constexpr,
     B_COLUMNS: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -159,18 +168,17 @@ def _grads_kernel(
 ):
     """Both products as (features, columns) = (tokens, features)ᵀ (tokens, columns): 64 features or more are
     the rows of an MMA, which a rank is too small to be."""
-    A_PROGRAMS: tl.constexpr = (K + BLOCK_F - 1) // BLOCK_F * A_TILES
-    F0: tl.constexpr = (N0 + BLOCK_F - 1) // BLOCK_F
-    F1: tl.constexpr = (N1 + BLOCK_F - 1) // BLOCK_F
-    F2: tl.constexpr = (N2 + BLOCK_F - 1) // BLOCK_F
+    A_PROGRAMS: tl.constexpr = (K + A_FEATURES - 1) // A_FEATURES * A_TILES
+    F0: tl.constexpr = (N0 + B_FEATURES - 1) // B_FEATURES
+    F1: tl.constexpr = (N1 + B_FEATURES - 1) // B_FEATURES
+    F2: tl.constexpr = (N2 + B_FEATURES - 1) // B_FEATURES
     PROGRAMS: tl.constexpr = A_PROGRAMS + (F0 + F1 + F2) * B_TILES
     pid = tl.program_id(0)
     adapter = pid // PROGRAMS
     program = pid % PROGRAMS
     first = tl.load(spans + adapter)
     end = tl.load(spans + adapter + 1)
-    if first == end:
-        return
+    # No branch on what was loaded: spans, flags and tables come in one trip to memory.
     held = tl.load(fresh + adapter) == 0
     if program < A_PROGRAMS:
         _grad_a(
@@ -188,12 +196,12 @@ def _grads_kernel(
             x_stride,
             s_stride,
             tokens,
-            program // A_TILES * BLOCK_F,
+            program // A_TILES * A_FEATURES,
             program % A_TILES * A_COLUMNS,
             J,
             K,
             BLOCK_T,
-            BLOCK_F,
+            A_FEATURES,
             A_COLUMNS,
             HAS_MASK,
             WIDEN,
@@ -213,19 +221,35 @@ def _grads_kernel(
             s_stride,
             tl.where(j == 0, N0, tl.where(j == 1, N1, N2)),
             rank_of(table, adapters, adapter, j),
-            (tile - tl.where(j == 0, 0, tl.where(j == 1, F0, F0 + F1))) * BLOCK_F,
+            (tile - tl.where(j == 0, 0, tl.where(j == 1, F0, F0 + F1))) * B_FEATURES,
             (program - A_PROGRAMS) % B_TILES * B_COLUMNS,
             BLOCK_T,
-            BLOCK_F,
+            B_FEATURES,
             B_COLUMNS,
+            N0 % B_FEATURES == 0 and N1 % B_FEATURES == 0 and N2 % B_FEATURES == 0,
             WIDEN,
         )
 
 
-def grad_stages(bytes_a_stage: int, masked: bool) -> int:
+def feature_block(features: int, columns: int, adapters: int, element_size: int, masked: bool = False) -> int:
+    """Features of dA or dB that a program holds; changes no bits.
+
+    128 halves the reads of dS or S, which pays on long sides (H200, 8B and 0.5B, 4 and 16 adapters: from
+    4,864 features on, not at 4,096) where registers hold the tile and a large card's 132 SMs each get one.
+    """
+    wide = features > 4096 and features * adapters >= 128 * 132
+    return 128 if wide and columns <= 32 and element_size == 2 and not masked else 64
+
+
+def grad_stages(a_features: int, b_features: int, columns: int, element_size: int, masked: bool) -> int:
     """A granule's place is loaded before its rows are, both in the pipeline: two stages a buffer of rows.
-    Masks are loaded into registers, which more stages spill."""
-    return 2 * stages(bytes_a_stage, 2 if masked else 5) - 1
+
+    Three buffers; two of wide dA tiles (H200: 2–14 % faster than three), and two where masks are loaded, into
+    registers that more stages spill.
+    """
+    bytes_a_buffer = (max(a_features, b_features) + columns) * BLOCK_T * element_size
+    buffers = 2 if masked or a_features > 64 else 3
+    return 2 * max(2, min(buffers, SHARED_BYTES // bytes_a_buffer)) - 1
 
 
 def lora_grads(
@@ -261,14 +285,10 @@ def lora_grads(
     a_tiles, b_tiles = -(-table.columns // a_columns), -(-tables.max_rank // b_columns)
     sizes = (*table.shape.out_features, 0, 0)
 
-    def programs(block_f: int) -> int:
-        b_features = sum(-(-n // block_f) for n in sizes)
-        return tables.max_adapters * (-(-k // block_f) * a_tiles + b_features * b_tiles)
-
-    # Wider tiles where registers allow and even they give a large card's 132 SMs several programs each.
-    narrow = size == 2 and a_columns <= 32 and mask is None
-    block_f = 128 if narrow and programs(128) >= 1024 else 64
-    _grads_kernel[(programs(block_f),)](
+    a_features = feature_block(k, a_columns, tables.max_adapters, size, mask is not None)
+    b_features = feature_block(sum(sizes), b_columns, tables.max_adapters, size, mask is not None)
+    programs = -(-k // a_features) * a_tiles + sum(-(-n // b_features) for n in sizes) * b_tiles
+    _grads_kernel[(tables.max_adapters * programs,)](
         x,
         dy,
         s,
@@ -292,11 +312,12 @@ def lora_grads(
         A_TILES=a_tiles,
         B_TILES=b_tiles,
         BLOCK_T=BLOCK_T,
-        BLOCK_F=block_f,
+        A_FEATURES=a_features,
+        B_FEATURES=b_features,
         A_COLUMNS=a_columns,
         B_COLUMNS=b_columns,
         HAS_MASK=mask is not None,
         WIDEN=INTERPRET,
         num_warps=WARPS,
-        num_stages=grad_stages((block_f + max(a_columns, b_columns)) * BLOCK_T * size, mask is not None),
+        num_stages=grad_stages(a_features, b_features, max(a_columns, b_columns), size, mask is not None),
     )

@@ -166,6 +166,11 @@ class ReferenceBackend:
         dx = rms_norm_backward_reference(dh, x, w, rstd)
         return dx if skip is None else dx.add_(skip)
 
+    def rms_norm_backward_apply(
+        self, dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor, skip: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rms_norm_backward(dh, x, w, rstd, skip), self.rms_norm_apply(x, w, rstd)
+
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         self.calls["swiglu"] += 1
         return swiglu_reference(*gate_up.chunk(2, dim=1))

@@ -90,13 +90,16 @@ def rms_norm_backward_kernel(
     rstd_ptr,
     skip_ptr,
     dx_ptr,
+    h_ptr,
     T,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    HAS_H: tl.constexpr,
 ):
-    """dx = round(rstd · g − x · rstd³ · Σ(x ∘ g) / H) with g = w ∘ dh; then dx = round(dx + skip)."""
+    """dx = round(rstd · g − x · rstd³ · Σ(x ∘ g) / H) with g = w ∘ dh; then dx = round(dx + skip).
+    HAS_H: h as in `rms_norm_apply_kernel` too, from the x that is here already."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < T)[:, None] & (column < H)[None, :]
@@ -114,6 +117,10 @@ def rms_norm_backward_kernel(
         skip = tl.load(skip_ptr + at, mask=mask, other=0.0).to(tl.float32)
         dx = round_to(dx.to(tl.float32) + skip, dtype)
     tl.store(dx_ptr + at, dx, mask=mask)
+    if HAS_H:
+        normed = round_to(wide * rstd[:, None], dtype).to(tl.float32)
+        narrow_w = round_to(w, dtype).to(tl.float32)
+        tl.store(h_ptr + at, round_to(narrow_w[None, :] * normed, dtype), mask=mask)
 
 
 def add_rms_norm(
@@ -183,6 +190,25 @@ def rms_norm_backward(
     dh, x, skip (T, H) of one dtype, w (H,), rstd (T,) fp32. `x` is the new residual of the forward and
     `skip` the gradient that reached it past the norm.
     """
+    return _backward(dh, x, w, rstd, skip, None)
+
+
+def rms_norm_backward_apply(
+    dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor, skip: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm_backward` and `rms_norm_apply` in one launch that reads x once: dx and h, both (T, H)."""
+    h = torch.empty_like(x)
+    return _backward(dh, x, w, rstd, skip, h), h
+
+
+def _backward(
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rstd: torch.Tensor,
+    skip: torch.Tensor | None,
+    h: torch.Tensor | None,
+) -> torch.Tensor:
     tokens, hidden = x.shape
     assert (w.shape, rstd.shape) == ((hidden,), (tokens,)), (x.shape, w.shape, rstd.shape)
     for gradient in (dh, skip):
@@ -200,11 +226,13 @@ def rms_norm_backward(
         rstd,
         dh if skip is None else skip,
         dx,
+        dx if h is None else h,
         tokens,
         H=hidden,
         BLOCK=shape.block,
         ROWS=shape.rows,
         HAS_SKIP=skip is not None,
+        HAS_H=h is not None,
         num_warps=shape.num_warps,
     )
     return dx

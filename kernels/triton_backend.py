@@ -23,7 +23,12 @@ from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
-from gshare.kernels.rms_norm_triton import add_rms_norm, rms_norm_apply, rms_norm_backward
+from gshare.kernels.rms_norm_triton import (
+    add_rms_norm,
+    rms_norm_apply,
+    rms_norm_backward,
+    rms_norm_backward_apply,
+)
 from gshare.kernels.rope_triton import rope_qk_, rope_qk_backward_
 from gshare.kernels.swiglu_triton import swiglu, swiglu_backward
 
@@ -227,6 +232,12 @@ class TritonBackend:
     ) -> torch.Tensor:
         self.calls["rms_norm_backward"] += 1
         return rms_norm_backward(dh, x, w, rstd, skip)
+
+    def rms_norm_backward_apply(
+        self, dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor, skip: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls["rms_norm_backward"] += 1
+        return rms_norm_backward_apply(dh, x, w, rstd, skip)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         self.calls["swiglu"] += 1

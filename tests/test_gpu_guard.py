@@ -241,6 +241,7 @@ def test_a_ledger_that_cannot_be_written_ends_no_training_and_is_said_once(
         guard.record("save")
         assert said == [("warning", f"reservation {reservation.id}: use is not recorded: the ledger is full")]
         said.clear()
+        monkeypatch.setattr("gshare.agent.train.gpu_guard.KEEP_SECONDS", 0.0)
         monkeypatch.setattr(reservation, "keep", full)
         guard.keep()
         assert said == []  # the same trouble
@@ -249,6 +250,20 @@ def test_a_ledger_that_cannot_be_written_ends_no_training_and_is_said_once(
         guard.keep()
         text = f"reservation {reservation.id}: its row cannot be put back: the ledger is full"
         assert said == [("warning", text)]
+
+
+def test_the_row_is_looked_after_twice_a_second_however_short_the_rounds(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = [100.0], []
+    with take(ledger, 4000) as reservation:
+        guard, _ = guarded(reservation, StrawGpu(tmp_path))
+        monkeypatch.setattr("gshare.agent.train.gpu_guard.time.monotonic", lambda: now[0])
+        monkeypatch.setattr(reservation, "keep", lambda: looks.append(now[0]))
+        for _ in range(512):  # a second of rounds of 2 ms
+            guard.keep()
+            now[0] += 1 / 512
+    assert looks == [100.0, 100.5]
 
 
 def test_a_gpu_that_torch_cannot_use_is_given_back(ledger: Ledger) -> None:
@@ -343,8 +358,9 @@ def test_use_is_recorded_after_load_first_step_evaluation_and_save(
 
 
 def test_a_reservation_whose_files_vanish_is_back_after_the_round(
-    ledger: Ledger, tmp_path: Path, tiny_checkpoint: Path, base: Base
+    ledger: Ledger, tmp_path: Path, tiny_checkpoint: Path, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gshare.agent.train.gpu_guard.KEEP_SECONDS", 0.0)
     with take(ledger, 6000) as reservation:
         runner = runner_under(reservation, tiny_checkpoint, base, [])
         runner.admit(request(tmp_path, "a", eval_steps=0, save_steps=0))

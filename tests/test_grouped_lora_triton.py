@@ -81,6 +81,38 @@ def test_every_op_agrees_with_float64(dtype: torch.dtype, dropout: bool) -> None
     assert bool((out["s"][where & (s == 0)] == 0).all()), "columns past a rank must hold zeros"
 
 
+#: Widths that neither, both or one tile of dA and dB divide: with masks along features and without.
+@pytest.mark.parametrize("tiles", [(128, 64), (64, 128)], ids=["wide-dA", "wide-dB"])
+@pytest.mark.parametrize("shape", [ODD, GroupShape(128, (128, 64))], ids=["odd", "even"])
+def test_gradients_in_tiles_of_different_widths(
+    shape: GroupShape, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = tuple(Job(job.seed, job.ranks[: shape.linears], job.lengths) for job in MIXED)
+    p = make_pass(shape, jobs, torch.bfloat16, before=2)
+    sides = iter(tiles)
+    monkeypatch.setattr(gradients, "feature_block", lambda *_: next(sides))
+    out = run(p)
+    assert not list(sides), "both sides ask for their width"
+    near(
+        out["grads"],
+        lora_grads_group_reference(p.x, p.dy, out["s"], out["ds"], p.grads, shape, p.adapters, None),
+        torch.float32,
+    )
+
+
+def test_the_tiles_of_the_gradients_by_shape() -> None:
+    """What was measured (`feature_block`), and in the shared memory that every card has."""
+    block, size = gradients.feature_block, 2
+    assert block(4096, 16, 16, size) == 64
+    assert block(4864, 16, 16, size) == 128
+    assert block(14336, 16, 1, size) == 64, "too few programs for a large card"
+    assert block(14336, 64, 16, size) == block(14336, 16, 16, size, True) == block(14336, 16, 16, 4) == 64
+    for a, b, columns in ((128, 128, 32), (64, 128, 64), (64, 64, 64)):
+        buffers = (gradients.grad_stages(a, b, columns, size, False) + 1) // 2
+        assert buffers >= 2
+        assert buffers * (max(a, b) + columns) * 64 * size <= forward.SHARED_BYTES
+
+
 @DTYPES
 def test_chunks_of_their_real_length(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (forward, backward):

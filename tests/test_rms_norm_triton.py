@@ -11,7 +11,12 @@ from row_company import relative_error, rows_ignore_company, same_bytes
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where the kernels are decorated
 
-from gshare.kernels.rms_norm_triton import add_rms_norm, rms_norm_apply, rms_norm_backward
+from gshare.kernels.rms_norm_triton import (
+    add_rms_norm,
+    rms_norm_apply,
+    rms_norm_backward,
+    rms_norm_backward_apply,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -65,6 +70,23 @@ def test_apply_gives_the_bits_of_the_forward(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("hidden", [123, 576, 2056])
+def test_one_launch_for_the_gradient_and_the_norm_has_the_bits_of_two(
+    hidden: int, dtype: torch.dtype
+) -> None:
+    x, delta, w, dh, skip = operands(11, hidden, dtype)
+    new, h, rstd = add_rms_norm(x, delta, w, EPS)
+    dx, again = rms_norm_backward_apply(dh, new, w, rstd, skip)
+    assert same_bytes(again, h)
+    assert same_bytes(dx, rms_norm_backward(dh, new, w, rstd, skip))
+    # Negative control: the comparisons see one changed row of an input.
+    new[3] *= 2
+    dx_2, again_2 = rms_norm_backward_apply(dh, new, w, rstd, skip)
+    assert not same_bytes(again_2, h)
+    assert not same_bytes(dx_2, dx)
+
+
+@dtypes
 def test_the_gradient_is_rounded_before_the_skip_is_added(dtype: torch.dtype) -> None:
     x, _, w, dh, skip = operands(7, 576, dtype)
     _, _, rstd = add_rms_norm(x, None, w, EPS)
@@ -80,7 +102,7 @@ def test_a_row_ignores_its_company(hidden: int, dtype: torch.dtype) -> None:
     def forward_and_backward(*rows: torch.Tensor) -> list[torch.Tensor]:
         x, delta, dh, skip = rows
         new, h, rstd = add_rms_norm(x, delta, w, EPS)
-        return [new, h, rstd, rms_norm_apply(new, w, rstd), rms_norm_backward(dh, new, w, rstd, skip)]
+        return [new, h, rstd, *rms_norm_backward_apply(dh, new, w, rstd, skip)]
 
     assert rows_ignore_company(forward_and_backward, [x, delta, dh, skip])
 

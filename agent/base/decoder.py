@@ -224,10 +224,10 @@ class Decoder:
 
         dh, ds = self._linear_dx(index, "gate_up", d_gate_up, lora)
         assert dh is not None
-        h = be.rms_norm_apply(act.x_mid, weights.post_attention_norm, act.rstd_2)
+        d_mid, h = be.rms_norm_backward_apply(dh, act.x_mid, weights.post_attention_norm, act.rstd_2, dy)
+        del dh
         be.lora_grads(h, d_gate_up, act.lora["gate_up"], ds, lora, groups["gate_up"])
-        del d_gate_up
-        d_mid = be.rms_norm_backward(dh, act.x_mid, weights.post_attention_norm, act.rstd_2, dy)
+        del d_gate_up, h
 
         do, ds = self._linear_dx(index, "o", d_mid, lora)
         assert do is not None
@@ -239,8 +239,9 @@ class Decoder:
         be.rope_backward(d_qkv, self.heads, rotation, act.rope)
 
         dh, ds = self._linear_dx(index, "qkv", d_qkv, lora, need_dx=need_dx)
-        h = be.rms_norm_apply(act.x, weights.input_norm, act.rstd_1)
-        be.lora_grads(h, d_qkv, act.lora["qkv"], ds, lora, groups["qkv"])
         if dh is None:
-            return None
-        return be.rms_norm_backward(dh, act.x, weights.input_norm, act.rstd_1, d_mid)
+            dx, h = None, be.rms_norm_apply(act.x, weights.input_norm, act.rstd_1)
+        else:
+            dx, h = be.rms_norm_backward_apply(dh, act.x, weights.input_norm, act.rstd_1, d_mid)
+        be.lora_grads(h, d_qkv, act.lora["qkv"], ds, lora, groups["qkv"])
+        return dx

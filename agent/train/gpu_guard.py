@@ -14,6 +14,7 @@ On the CPU (a simulated device) there is nothing to cap or to claim: the growth 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -29,6 +30,8 @@ SMALL_MB = 128
 MOST_CONTEXT_MB = 2 * CONTEXT_MB
 #: What an estimate that was too low grows by at a time: a quarter, at least so many MiB.
 GROW_MB = 256
+#: A look after the row costs three stats, and a round of a small model takes 2 ms.
+KEEP_SECONDS = 0.5
 
 Say = Callable[[Literal["info", "warning"], str], None]
 
@@ -140,7 +143,7 @@ class NoGuard:
         """Write down what is in use after `phase`: load, first_step, eval, save."""
 
     def keep(self) -> None:
-        """After every round: see that the reservation still stands in the ledger."""
+        """After every round: see that the reservation still stands in the ledger, every `KEEP_SECONDS`."""
 
     def more_memory(self) -> bool:
         """After an out-of-memory error that smaller passes cannot mend: reserve more, where that is allowed.
@@ -170,6 +173,7 @@ class GpuGuard(NoGuard):
         self._reservation, self._memory = reservation, memory
         self._may_grow, self._say = may_grow, say
         self._problem = ""
+        self._kept = -KEEP_SECONDS
         self._measured = False
         self._context_mb = self._start() if memory.is_gpu else 0
         self._cap_and_claim()
@@ -189,6 +193,10 @@ class GpuGuard(NoGuard):
                 self._say("warning", f"reservation {self._reservation.id}: use is not recorded: {error}")
 
     def keep(self) -> None:
+        now = time.monotonic()
+        if now - self._kept < KEEP_SECONDS:
+            return
+        self._kept = now
         try:
             self._reservation.keep()
         except GshareError as error:  # as above

@@ -61,12 +61,13 @@ def cases() -> list[Case]:
             found.append(_case(backward._ds_kernel, types, {**chunked, **sizes, **ds}, forward.WARPS, loads))
             dx = {**common, **wide, "K": k, "BLOCK_K": forward.BLOCK_OUT, "HAS_MASK": masked}
             found.append(_case(backward._dx_kernel, types, dx, forward.WARPS, 1))
-            for block_f in (64, 128) if size == 2 and block_c <= 32 and not masked else (64,):
-                grads = {"A_TILES": -(-columns // block_c), "B_TILES": -(-max_rank // rank_c)}
-                grads |= {"A_COLUMNS": block_c, "B_COLUMNS": rank_c, "BLOCK_F": block_f}
-                grads |= {"K": k, "HAS_MASK": masked}
-                loads = gradients.grad_stages((block_f + max(block_c, rank_c)) * BLOCK_T * size, masked)
-                found.append(
-                    _case(gradients._grads_kernel, types, {**common, **sizes, **grads}, forward.WARPS, loads)
-                )
+            grads = {"A_TILES": -(-columns // block_c), "B_TILES": -(-max_rank // rank_c), "K": k}
+            grads |= {"A_COLUMNS": block_c, "B_COLUMNS": rank_c, "HAS_MASK": masked}
+            for adapters in (1, 16):
+                a = gradients.feature_block(k, block_c, adapters, size, masked)
+                b = gradients.feature_block(sum(outs), rank_c, adapters, size, masked)
+                features = {"A_FEATURES": a, "B_FEATURES": b}
+                loads = gradients.grad_stages(a, b, max(block_c, rank_c), size, masked)
+                constexprs = {**common, **sizes, **grads, **features}
+                found.append(_case(gradients._grads_kernel, types, constexprs, forward.WARPS, loads))
     return found

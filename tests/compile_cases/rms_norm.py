@@ -31,7 +31,8 @@ def cases() -> list[tuple[Any, ...]]:
             signature = {**matrices, "rstd_ptr": "*fp32", "h_ptr": dtype, "T": "i32"}
             found.append((rms_norm_apply_kernel, signature, tile, shape.num_warps, 3, EXACT))
             matrices = dict.fromkeys(("dh_ptr", "x_ptr", "w_ptr"), dtype)
-            signature = {**matrices, "rstd_ptr": "*fp32", "skip_ptr": dtype, "dx_ptr": dtype, "T": "i32"}
-            tile = {**tile, "HAS_SKIP": True}
+            outputs = dict.fromkeys(("skip_ptr", "dx_ptr", "h_ptr"), dtype)
+            signature = {**matrices, "rstd_ptr": "*fp32", **outputs, "T": "i32"}
+            tile = {**tile, "HAS_SKIP": True, "HAS_H": True}
             found.append((rms_norm_backward_kernel, signature, tile, shape.num_warps, 3, EXACT))
     return found
