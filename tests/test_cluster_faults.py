@@ -60,7 +60,7 @@ def cluster(shared: SshCluster) -> SshCluster:
 def test_a_black_holed_nodes_job_goes_on_elsewhere_and_its_stale_attempt_is_stopped_when_it_returns(
     impatient: SshCluster,
 ) -> None:
-    impatient.submit({"hole": "steps=180,sleep=0.1,save=5,files=1"})
+    impatient.submit({"hole": "steps=220,sleep=0.1,save=5,files=1"})
     impatient.until(lambda: impatient.jobs()["hole"].step >= 10)
     lost = impatient.jobs()["hole"].node
     impatient.black_hole(lost)
@@ -77,7 +77,7 @@ def test_a_black_holed_nodes_job_goes_on_elsewhere_and_its_stale_attempt_is_stop
     impatient.until(lambda: impatient.attempts(lost) == {})  # stopped, then forgotten
     assert impatient.jobs()["hole"].state == "running"  # it is attempt 2 that goes on
     impatient.until_ended("hole")
-    impatient.assert_home({"hole": 180})
+    impatient.assert_home({"hole": 220})
     assert impatient.jobs()["hole"].attempt == 2
     assert f"{lost} is back" in impatient.log()
 

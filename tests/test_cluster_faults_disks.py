@@ -74,14 +74,14 @@ def test_the_disk_of_a_node_fills_up_under_its_job(cluster: LocalCluster) -> Non
     with small_disk(cluster.root / "nodes" / "b") as disk:
         cluster.start_coordinator()
         cluster.until(lambda: [row.state for row in cluster.nodes_now().values()] == ["ready", "ready"])
-        cluster.submit({name: "steps=60,sleep=0.1,save=5,files=1" for name in ("one", "two")})
+        cluster.submit({name: "steps=45,sleep=0.1,save=5,files=1" for name in ("one", "two")})
         cluster.until(lambda: all(job.step >= 6 for job in cluster.jobs().values()))
         (victim,) = (name for name, job in cluster.jobs().items() if job.node == "b")
         disk.fill()
         cluster.until(lambda: cluster.nodes_now()["b"].state == "degraded")
         assert "make room" in cluster.nodes_now()["b"].reason
         cluster.until_ended("one", "two")
-        cluster.assert_home({"one": 60, "two": 60})
+        cluster.assert_home({"one": 45, "two": 45})
         told = [line for line in cluster.log().splitlines() if f"of {victim} on b" in line]
         assert cluster.jobs()[victim].node == "a"
         assert any("disk" in line for line in told), cluster.log()

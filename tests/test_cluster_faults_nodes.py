@@ -102,7 +102,7 @@ def test_clocks_that_are_off_by_a_day_are_told_and_cost_nothing(tmp_path: Path) 
     cluster = LocalCluster(tmp_path / "it", "ahead", "behind", max_adapters=1, more_environment=clocks)
     try:
         cluster.start_coordinator()
-        cluster.submit({name: "steps=60,sleep=0.1,save=5,files=1" for name in ("one", "two")})
+        cluster.submit({name: "steps=45,sleep=0.1,save=5,files=1" for name in ("one", "two")})
         cluster.until(lambda: all(job.step >= 10 for job in cluster.jobs().values()))
         nodes = cluster.nodes_now()
         for name in clocks:
@@ -115,10 +115,10 @@ def test_clocks_that_are_off_by_a_day_are_told_and_cost_nothing(tmp_path: Path) 
             assert pid
             os.kill(pid, signal.SIGKILL)
         cluster.until_ended("one", "two")
-        cluster.assert_home({"one": 60, "two": 60})
+        cluster.assert_home({"one": 45, "two": 45})
         assert {job.attempt for job in cluster.jobs().values()} == {1}
         best = {row["job"]: row["best_step"] for row in cluster.status()["leaderboard"]}
-        assert best == {"one": 60, "two": 60}
+        assert best == {"one": 45, "two": 45}
     finally:
         cluster.close()
 
