@@ -61,17 +61,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCl
 
 
 @contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[SmallDisk]:
+def small_disk(cluster: LocalCluster, path: Path) -> Iterator[SmallDisk]:
+    """At `path`; the cluster's processes are ended while their sockets there can still be found."""
     disk = SmallDisk(path)
     try:
         yield disk
     finally:
+        cluster.close()
         disk.unmount()
 
 
 @pytest.mark.timeout(300)
 def test_the_disk_of_a_node_fills_up_under_its_job(cluster: LocalCluster) -> None:
-    with small_disk(cluster.root / "nodes" / "b") as disk:
+    with small_disk(cluster, cluster.root / "nodes" / "b") as disk:
         cluster.start_coordinator()
         cluster.until(lambda: [row.state for row in cluster.nodes_now().values()] == ["ready", "ready"])
         cluster.submit({name: "steps=45,sleep=0.1,save=5,files=1" for name in ("one", "two")})
@@ -90,12 +92,11 @@ def test_the_disk_of_a_node_fills_up_under_its_job(cluster: LocalCluster) -> Non
         assert cluster.jobs()["three"].node == "a"
         disk.make_room()
         cluster.until(lambda: cluster.nodes_now()["b"].state == "ready")
-        cluster.close()
 
 
 @pytest.mark.timeout(300)
 def test_the_disk_at_home_is_full_when_results_come(cluster: LocalCluster) -> None:
-    with small_disk(cluster.root / "out") as disk:
+    with small_disk(cluster, cluster.root / "out") as disk:
         cluster.start_coordinator()
         cluster.submit({"job": "steps=30,sleep=0.1,save=5,files=1"})
         cluster.until(lambda: cluster.jobs()["job"].step >= 6)
@@ -110,4 +111,3 @@ def test_the_disk_at_home_is_full_when_results_come(cluster: LocalCluster) -> No
         cluster.until_ended("job")
         cluster.assert_home({"job": 30})
         assert sorted(os.listdir(disk.path)) == ["job", "rest"]
-        cluster.close()
