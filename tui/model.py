@@ -179,3 +179,296 @@ class State:
         self.time: float | None = None  # the source's clock, by its newest frame
         self.received: float | None = None  # ours, when the newest frame came
         self._ranked: list[Job] | None = None
+
+    # --- reading
+
+    def ranked(self) -> list[Job]:
+        """All jobs, the best first (`ranking.rank_key`). Computed when something of it has changed."""
+        if self._ranked is None:
+            self._ranked = sorted(self.jobs.values(), key=rank_key)
+        return self._ranked
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by state."""
+        found: dict[str, int] = {}
+        for job in self.jobs.values():
+            found[job.state] = found.get(job.state, 0) + 1
+        return found
+
+    def reservations(self) -> list[tuple[Node, ReservationInfo]]:
+        """Of all nodes, held ones first, each with its node."""
+        held = [(node, row) for node in self.nodes.values() for row in node.held()]
+        return held + [(node, row) for node in self.nodes.values() for row in node.queue()]
+
+    def age(self, now: float) -> float | None:
+        """Seconds since anything was heard, `now` by our clock; None: nothing yet."""
+        return None if self.received is None else max(0.0, now - self.received)
+
+    @property
+    def is_live(self) -> bool:
+        return self.source is not None and self.source.state in ("live", "ended")
+
+    # --- changing
+
+    def apply(self, frame: Frame) -> Changes:
+        """Takes one frame in."""
+        changes = Changes()
+        if isinstance(frame, Samples):  # by far the most
+            self._samples(frame, changes)
+        elif isinstance(frame, SourceState):
+            self._source(frame, changes)
+            return changes  # no word of the source: what is shown gets no younger by it
+        elif isinstance(frame, Found):
+            self.found, changes.source = frame, True
+            return changes
+        elif isinstance(frame, Reset):
+            self._reset(changes)
+            return changes
+        elif isinstance(frame, Snapshot):
+            self._snapshot(frame, changes)
+        elif isinstance(frame, JobUpdate):
+            self._view(frame.view, frame, changes)
+        elif isinstance(frame, JobState):
+            self._job_state(frame, changes)
+        elif isinstance(frame, Evaluation):
+            self._evaluation(frame, changes)
+        elif isinstance(frame, Checkpoint):
+            job = self._job(frame.job, frame.received, changes)
+            job.checkpoint_step = frame.step
+            self._tell(frame, "info", "checkpoint", f"saved a checkpoint of step {frame.step}", changes)
+        elif isinstance(frame, NodeState):
+            self._node_state(frame, changes)
+        elif isinstance(frame, Message):
+            self._tell(frame, frame.level, "message", frame.text, changes)
+        elif isinstance(frame, History):
+            job = self._job(frame.job, frame.received, changes)
+            if frame.train:
+                job.train.replace(frame.train)
+            if frame.val:
+                job.val.replace(frame.val)
+        else:
+            self._journal(frame, changes)
+        self.time, self.received = frame.time, frame.received
+        return changes
+
+    def dump(self, time: float, received: float) -> list[Frame]:
+        """Frames that build this state anew (but for speeds): a keyframe."""
+        found: list[Frame] = [Reset(time=time, received=received)]
+        if self.found is not None:
+            found.append(self.found)
+        nodes = tuple(_view_of_node(node, received) for node in self.nodes.values())
+        jobs = tuple(_view_of_job(job) for job in self.jobs.values())
+        found.append(Snapshot(time=time, received=received, nodes=nodes, jobs=jobs))
+        for job in self.jobs.values():
+            train, val = tuple(job.train.points()), tuple(job.val.points())
+            if train or val:
+                found.append(History(time=time, received=received, job=job.job, train=train, val=val))
+        found.append(Journal(time=time, received=received, entries=tuple(self.entries)))
+        if self.source is not None:
+            found.append(self.source)
+        return found
+
+    # --- one method a frame
+
+    def _source(self, frame: SourceState, changes: Changes) -> None:
+        before = self.source
+        self.source, changes.source = frame, True
+        changes.urgent = before is None or before.state != frame.state
+        if changes.urgent and not (before is None and frame.state == "connecting"):
+            level: Level = "info" if frame.state in ("live", "ended", "connecting") else "warning"
+            text = f"{frame.state}: {frame.text}" if frame.text else frame.state
+            self._tell(frame, level, "source", text, changes)
+
+    def _reset(self, changes: Changes) -> None:
+        self.jobs.clear()
+        self.nodes.clear()
+        self.entries.clear()
+        self.last_entry = 0
+        self.time = self.received = None
+        self._ranked = None
+        changes.reset = changes.rows = changes.urgent = True
+
+    def _snapshot(self, frame: Snapshot, changes: Changes) -> None:
+        if frame.nodes is not None:
+            for name in self.nodes.keys() - {view.node for view in frame.nodes}:
+                del self.nodes[name]
+                changes.nodes.add(name)
+                changes.rows = True
+            for view in frame.nodes:
+                self._node_view(view, frame, changes)
+        if frame.jobs is not None:
+            for key in self.jobs.keys() - {view.job for view in frame.jobs}:
+                del self.jobs[key]
+                self._ranked = None
+                changes.jobs.add(key)
+                changes.rows = True
+            for view in frame.jobs:
+                self._view(view, frame, changes)
+
+    def _node_view(self, view: NodeView, frame: Frame, changes: Changes) -> None:
+        node = self._node(view.node, changes)
+        changes.urgent |= node.state != view.state
+        node.state, node.reason = view.state, _line(view.reason)
+        node.transport, node.host, node.gshare = view.transport, view.host, view.gshare
+        node.jobs = view.jobs
+        if view.info is not None:
+            node.info, node.received = view.info, frame.received
+        node.heard = None if view.seen_s is None else frame.received - view.seen_s
+
+    def _view(self, view: JobView, frame: Frame, changes: Changes) -> None:
+        job = self._job(view.job, frame.received, changes)
+        if view.name:
+            job.name = view.name
+        if job.state != view.state:
+            self._enter(job, view.state, view.reason, frame.time, changes)
+        job.reason = _line(view.reason)
+        job.position = view.position
+        job.attempt = view.attempt or job.attempt
+        for name in ("node", "gpu", "client", "output_dir", "model", "base_dtype", "hyper"):
+            setattr(job, name, getattr(view, name) or getattr(job, name))
+        for name in ("total_steps", "val_loss", "best_val_loss", "best_step"):
+            value = getattr(view, name)
+            setattr(job, name, getattr(job, name) if value is None else value)
+        # A list may be older than the samples that came while it was made.
+        if view.step is not None and (job.step is None or view.step >= job.step or view.state in ENDED):
+            job.step = view.step
+            job.loss = job.loss if view.loss is None else view.loss
+        self._ranked = None
+
+    def _job_state(self, frame: JobState, changes: Changes) -> None:
+        job = self._job(frame.job, frame.received, changes)
+        job.node, job.attempt = frame.node or job.node, frame.attempt or job.attempt
+        if frame.step is not None:
+            if job.step is not None and frame.step < job.step and frame.state not in ENDED:
+                job.train.cut(frame.step + 1)  # goes on from a checkpoint
+                job.val.cut(frame.step + 1)
+            job.step = frame.step
+        job.total_steps = frame.total_steps or job.total_steps
+        job.reason = _line(frame.reason)
+        job.position = 0 if frame.state != "queued" else job.position
+        self._enter(job, frame.state, frame.reason, frame.time, changes)
+        bad = frame.state in ("failed", "diverged")
+        text = f"{frame.state}: {job.reason}" if job.reason else frame.state
+        self._tell(frame, "error" if bad else "info", "job", text, changes, node=job.node)
+
+    def _enter(self, job: Job, state: str, reason: str, time: float, changes: Changes) -> None:
+        if job.state != state or not job.states:
+            job.states.append((time, state, _line(reason)))
+            if state != "running":
+                job.speed = Speed()
+        job.state = state
+        changes.urgent = True
+
+    def _samples(self, frame: Samples, changes: Changes) -> None:
+        for sample in frame.samples:
+            job = self.jobs.get(sample.job)
+            if job is None:
+                job = self._job(sample.job, frame.received, changes)
+            self._sample(job, sample)
+            job.received = frame.received
+            changes.jobs.add(sample.job)
+
+    def _sample(self, job: Job, sample: Sample) -> None:
+        job.step, job.loss = sample.step, sample.loss
+        job.total_steps = sample.total_steps or job.total_steps
+        job.epoch, job.grad_norm = sample.epoch, sample.grad_norm
+        job.learning_rate, job.adapters_in_pass = sample.learning_rate, sample.adapters_in_pass
+        job.speed.add(sample)
+        job.train.add(sample.step, sample.loss)
+
+    def _evaluation(self, frame: Evaluation, changes: Changes) -> None:
+        job = self._job(frame.job, frame.received, changes)
+        job.val_loss = frame.val_loss
+        job.val.add(frame.step, frame.val_loss)
+        best = job.best_val_loss
+        finite = math.isfinite(frame.val_loss)
+        if frame.best or (finite and (best is None or not math.isfinite(best) or frame.val_loss < best)):
+            job.best_val_loss, job.best_step = frame.val_loss, frame.step
+        self._ranked = None
+        mark = ", the best so far" if job.best_step == frame.step else ""
+        text = f"val loss {frame.val_loss:.4f} at step {frame.step}{mark}"
+        self._tell(frame, "info", "eval", text, changes, node=job.node)
+
+    def _node_state(self, frame: NodeState, changes: Changes) -> None:
+        node = self._node(frame.node, changes)
+        node.state, node.reason = frame.state, _line(frame.reason)
+        if frame.state not in ("new", "unreachable", "lost"):
+            node.heard = frame.received
+        changes.urgent = True
+        bad = frame.state in ("unreachable", "lost", "degraded")
+        text = f"{frame.state}: {node.reason}" if node.reason else frame.state
+        self._tell(frame, "warning" if bad else "info", "node", text, changes)
+
+    def _journal(self, frame: Journal, changes: Changes) -> None:
+        self.entries.clear()
+        self.entries.extend(frame.entries)
+        self.last_entry = frame.entries[-1].number if frame.entries else 0
+        changes.entries = len(frame.entries)
+
+    # --- helpers
+
+    def _job(self, key: str, received: float, changes: Changes) -> Job:
+        job = self.jobs.get(key)
+        if job is None:
+            job = self.jobs[key] = Job(job=key, name=key)
+            self._ranked = None
+            changes.rows = True
+        job.received = received
+        changes.jobs.add(key)
+        return job
+
+    def _node(self, name: str, changes: Changes) -> Node:
+        node = self.nodes.get(name)
+        if node is None:
+            node = self.nodes[name] = Node(name)
+            changes.rows = True
+        changes.nodes.add(name)
+        return node
+
+    def _tell(
+        self, frame: Frame, level: Level, kind: str, text: str, changes: Changes, *, node: str = ""
+    ) -> None:
+        self.last_entry += 1
+        self.entries.append(
+            Entry(
+                number=self.last_entry,
+                time=frame.time,
+                level=level,
+                kind=kind,
+                text=_line(text),
+                job=getattr(frame, "job", ""),
+                node=node or getattr(frame, "node", ""),
+            )
+        )
+        changes.entries += 1
+
+
+def apply_all(state: State, frames: Iterable[Frame]) -> Changes:
+    """All of them, as one change."""
+    changes = Changes()
+    for frame in frames:
+        changes.add(state.apply(frame))
+    return changes
+
+
+def _line(text: str) -> str:
+    return text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
+
+
+def _view_of_node(node: Node, received: float) -> NodeView:
+    return NodeView(
+        node=node.node,
+        state=node.state,
+        reason=node.reason,
+        transport=node.transport,
+        host=node.host,
+        gshare=node.gshare,
+        seen_s=None if node.heard is None else received - node.heard,
+        jobs=node.jobs,
+        info=node.info,
+    )
+
+
+def _view_of_job(job: Job) -> JobView:
+    names = [name for name in JobView.__struct_fields__ if name not in ("job", "name")]
+    return JobView(job=job.job, name=job.name, **{name: getattr(job, name) for name in names})
