@@ -198,7 +198,7 @@ class Message(_Frame, frozen=True, kw_only=True, tag="message"):
 
 
 class History(_Frame, frozen=True, kw_only=True, tag="history"):
-    """Earlier points of a job's curves, (step, loss) by step; they replace what is shown up to the last one."""
+    """Earlier points of a job's curves, (step, loss) by step; they replace what is up to the last."""
 
     job: str
     train: tuple[tuple[int, float], ...] = ()
