@@ -51,6 +51,7 @@ def finetune(
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     report_to: Annotated[Sequence[str], Parameter(negative=())] = (),
     device: str = "auto",
+    join: Annotated[bool, Parameter(negative="--no-join")] = True,
     trace: Annotated[bool, Parameter(negative=())] = False,
     run_flags: RunFlags = _NO_RUN_FLAGS,
     adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
@@ -78,8 +79,10 @@ def finetune(
         tensorboard, wandb or trackio; may be given more than once.
     device
         auto, cpu, cuda or cuda:N.
+    join
+        Join a trainer that runs with the same base and settings, and let others join this one's.
     trace
-        Keep a trace of the trainer's phases, which `gshare gpu trace` shows.
+        Keep a trace of the trainer's phases, which `gshare gpu trace` shows. Such a trainer is not shared.
     """
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
@@ -91,13 +94,15 @@ def finetune(
     _check_output_dirs(run, resume=resume)
     console = Console(stderr=True)
     model_dir, requests = prepare(run, console, resume=resume)
-    _check_prepared(run, model_dir, requests)
+    base = base_identity(model_dir)
+    _check_prepared(run, base, requests)
     estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
     gpu = None
     if plan is not None:
         if plan.note:
             console.print(Text(f"warning: {plan.note}"), soft_wrap=True)
-        gpu = request_gpu(plan, estimate, f"finetune {', '.join(request.spec.name for request in requests)}")
+        task = f"finetune {', '.join(request.spec.name for request in requests)}"
+        gpu = request_gpu(plan, estimate, task, shared=join and base is not None)
         console.print(Text(budget_line(plan, gpu)), soft_wrap=True)
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
@@ -116,11 +121,12 @@ def finetune(
         device=device,
         gpu=gpu,
         trace=trace,
+        base=base or "",
         runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
     )
     if detach:
-        return _detach(config, requests, report_to)
-    return _supervise(config, requests, report_to, json_lines=json)
+        return _detach(config, requests, report_to, join=join)
+    return _supervise(config, requests, report_to, json_lines=json, join=join)
 
 
 def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
@@ -128,9 +134,8 @@ def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
         check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=resume)
 
 
-def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest]) -> None:
+def _check_prepared(run: RunSpec, base: str | None, requests: Sequence[JobRequest]) -> None:
     """Another base or other data than a directory's run had: told before a trainer is started."""
-    base = base_identity(model_dir)
     for request in requests:
         check_free_output_dir(
             RunRecord(
@@ -145,10 +150,13 @@ def _check_prepared(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest
         )
 
 
-def _detach(config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str]) -> int:
+def _detach(
+    config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str], *, join: bool
+) -> int:
     from gshare.agent.service.detach import DetachedPlan, detach
 
-    pid, log = detach(DetachedPlan(config=config, requests=requests, report_to=list(report_to)))
+    plan = DetachedPlan(config=config, requests=requests, report_to=list(report_to), join=join)
+    pid, log = detach(plan)
     for request in requests:
         print(request.spec.name)
     how = "`gshare jobs attach NAME` follows, `gshare jobs stop NAME` stops"
@@ -157,7 +165,12 @@ def _detach(config: TrainerConfig, requests: list[JobRequest], report_to: Sequen
 
 
 def _supervise(
-    config: TrainerConfig, requests: Sequence[JobRequest], report_to: Sequence[str], *, json_lines: bool
+    config: TrainerConfig,
+    requests: Sequence[JobRequest],
+    report_to: Sequence[str],
+    *,
+    json_lines: bool,
+    join: bool,
 ) -> int:
     from gshare.agent.service.supervise import StopRequest, Supervisor
     from gshare.cli.live import make_view
@@ -165,6 +178,10 @@ def _supervise(
     sinks = Sinks(report_to, requests)
     view = make_view([(r.spec.name, r.spec.output_dir) for r in requests], json_lines=json_lines)
     told = False
+
+    def on_connected() -> None:
+        if not supervisor.joined:  # then it has said whose trainer it joins
+            view.say(f"a trainer loads {config.model}")
 
     def on_event(event: Event) -> None:
         view.take(event)
@@ -184,13 +201,14 @@ def _supervise(
                 requests=requests,
                 on_event=on_event,
                 on_tick=on_tick,
-                on_connected=lambda: view.say(f"a trainer loads {config.model}"),
+                on_connected=on_connected,
                 stop=stop,
+                join=join,
             )
             code = supervisor.run()
     finally:
         sinks.close()
     view.finish()
-    if code not in (EXIT_OK, stop.exit_code):
+    if code not in (EXIT_OK, stop.exit_code) and supervisor.logs:
         view.say(f"log of the trainer: {supervisor.logs[-1]}")
     return code

@@ -18,7 +18,7 @@ from gshare.agent.jobs.memory import MemoryEstimate
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import RunSpec
 from gshare.agent.service.registry import GpuRequest
-from gshare.agent.vram.budget import parse_budget, parse_duration, show_mb, with_allowance
+from gshare.agent.vram.budget import parse_budget, parse_duration, show_mb, with_allowance, with_fragmentation
 from gshare.agent.vram.devices import Device
 from gshare.agent.vram.guard import WAIT_SECONDS
 from gshare.agent.vram.identify import find_devices, visible_devices
@@ -91,8 +91,11 @@ def plan_gpu(flags: ReserveFlags, device: str, *, outlives: bool = False) -> Gpu
     return _with_inherited(plan, outlives=outlives)
 
 
-def request_gpu(plan: GpuPlan, estimate: Callable[[], MemoryEstimate], task: str) -> GpuRequest:
-    """The request of a run; `task` is for other users, `estimate` where there is no budget otherwise.
+def request_gpu(
+    plan: GpuPlan, estimate: Callable[[], MemoryEstimate], task: str, *, shared: bool = False
+) -> GpuRequest:
+    """The request of a run; `task` is for other users. The estimate is the budget where there is no other,
+    and where the trainer may be `shared` it says what the run adds to a base that is loaded already.
 
     UsageError when no device can ever hold it, or MPS is refused.
     """
@@ -103,6 +106,7 @@ def request_gpu(plan: GpuPlan, estimate: Callable[[], MemoryEstimate], task: str
     else:
         budget_mb = with_allowance(estimate().total)
     _check_fits(plan, budget_mb)
+    part_mb = min(budget_mb, with_fragmentation(estimate().added)) if shared else 0
     devices = _with_mps(plan, budget_mb) if plan.mps else plan.devices
     return GpuRequest(
         budget_mb=budget_mb,
@@ -112,6 +116,8 @@ def request_gpu(plan: GpuPlan, estimate: Callable[[], MemoryEstimate], task: str
         may_grow=plan.vram_mb is None and plan.inherited is None,
         mps_share=plan.mps_share if plan.mps else None,
         inherit=plan.inherited.id if plan.inherited is not None else "",
+        part_mb=part_mb,
+        resident_mb=min(part_mb, with_fragmentation(estimate().resident)) if shared else 0,
     )
 
 

@@ -46,7 +46,7 @@ class Attempts(Transfers):
         job.attempt = max(job.attempt, job.floor) + 1
         job.node, job.gpu, job.budget_mb, job.last_node = placed.node, placed.gpu, placed.budget_mb, ""
         job.state, job.reason = "starting", ""
-        job.ended_there = job.stop_sent = job.pulling = False
+        job.ended_there = job.adoptable = job.stop_sent = job.pulling = False
         job.there_step = 0
         self._on_node.setdefault(placed.node, {})[name] = None
         self._recount[placed.node] = None
@@ -90,20 +90,20 @@ class Attempts(Transfers):
             self._not_current(job, node, status)
         elif job.node == node and job.state in PLACED_STATES:
             self._current(job, status, fresh=fresh)
-        elif not job.node and job.last_node == node and not job.ended_there and self._adopts(job):
+        elif fresh and job.adoptable and job.last_node == node:
+            self._adopt(job)
             self._current(job, status, fresh=True)
-        elif job.node != node and not (job.last_node == node and job.state in ("placing", "publishing")):
+        elif job.node != node and not (job.last_node == node and job.state == "placing"):
             self._not_current(job, node, status)
 
-    def _adopts(self, job: JobRecord) -> bool:
-        """A lost node is back with an attempt that nobody replaced."""
-        if job.state not in ("waiting", "paused"):
-            return False
+    def _adopt(self, job: JobRecord) -> None:
+        """A lost node is back with an attempt that nobody replaced. Nothing was placed there meanwhile, so
+        there is room for it."""
+        assert job.state in ("waiting", "paused")
         self._placement.drop(job.facts.name)
         job.state, job.reason = "starting", ""
         self._put_on_node(job, job.last_node, running=False)
         self._touch(job)
-        return True
 
     def _not_current(self, job: JobRecord, node: str, status: AttemptStatus) -> None:
         over = status.state in ENDED
@@ -234,5 +234,7 @@ class Attempts(Transfers):
         if job.wish == "stop":
             self._end(job, "stopped", f"{node} was lost")
             return
+        job.adoptable = True
+        self._adoptable.setdefault(node, {})[job.facts.name] = None
         job.state, job.reason = ("paused" if job.wish == "pause" else "waiting"), f"{node} was lost"
         self._queue(job)

@@ -128,6 +128,8 @@ class Cluster(Attempts):
                 self._put_on_node(job, job.node, running=job.state == "running")
             elif job.state == "waiting":
                 self._queue(job)
+            if job.adoptable:
+                self._adoptable.setdefault(job.last_node, {})[job.facts.name] = None
             if job.publish_again:
                 self._publish(job)
         for name, node in self.nodes.items():
@@ -197,6 +199,11 @@ class Cluster(Attempts):
             job = self.jobs[name]
             if job.node == event.node and (name, job.attempt) not in listed:
                 self._gone(job)
+        for name in self._adoptable.pop(event.node, ()):
+            job = self.jobs[name]
+            if job.adoptable and job.last_node == event.node:  # it came back without the attempt
+                job.adoptable = False
+                self._touch(job)
 
     def _node_beat(self, event: NodeBeat) -> None:
         node = self.nodes.get(event.node)
@@ -267,7 +274,7 @@ class Cluster(Attempts):
         job = JobRecord(facts=facts, order=self._order)
         if old is not None:  # attempt numbers go on: a node may still have one of the old job
             job.attempt, job.floor = old.attempt, old.floor
-            job.ended_there, job.last_node = True, old.last_node
+            job.ended_there, job.last_node = old.ended_there, old.last_node
             self._pulls.get(old.last_node, {}).pop(facts.name, None)
         self.jobs[facts.name] = job
         self._not_before.pop(facts.name, None)
@@ -313,11 +320,10 @@ class Cluster(Attempts):
             self._touch(job)
             self._queue(job)
         elif job.state in PLACED_STATES and job.wish != "run":
-            # One that was told to stop goes on after it did: under a new attempt, from its checkpoint.
-            paused, job.wish = job.wish == "pause", "run"
+            # One that was told to stop, and did, goes on under a new attempt, from its checkpoint.
+            job.wish = "run"
             self._touch(job)
-            if paused:
-                self._out.append(Resume(node=job.node, job=event.job, attempt=job.attempt))
+            self._out.append(Resume(node=job.node, job=event.job, attempt=job.attempt))
         elif job.state == "diverged":
             self._say("info", f"{event.job} diverged: from its checkpoint it would again", job=event.job)
 

@@ -271,7 +271,14 @@ class _Deployment:
         if mark not in finished.stdout:
             said = on_node.last_words((finished.stderr or finished.stdout).decode(errors="replace"))
             return said or f"ended with code {finished.code}"
-        answer = json.loads(finished.stdout.rpartition(mark)[2])
+        noise, _, line = finished.stdout.rpartition(mark)
+        if noise:  # the bridge's frames would come after it, too
+            raise self._fault(
+                "protocol",
+                f"its login shell prints {on_node.last_words(noise.decode(errors='replace'))[:80]!r} before a "
+                "program runs; make ~/.bashrc (or what prints it) silent where no terminal is",
+            )
+        answer = json.loads(line)
         if failed := answer.get("failed"):
             kind, text = failed
             raise self._fault(kind if kind in FAULT_KINDS else "install", text)

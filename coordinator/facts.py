@@ -75,10 +75,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     node: str = ""  # of the current attempt; empty: none
     gpu: str = ""  # UUID; empty: CPU
     budget_mb: int = 0
-    #: Where the current attempt was, when `node` is empty. Unless it ended there, it may still run: if that
-    #: node comes back before a newer attempt was started, the job goes on with it.
-    last_node: str = ""
+    last_node: str = ""  # where the current attempt was, when `node` is empty
     ended_there: bool = False  # the node said that the current attempt ended
+    #: Its node was lost: if it comes back with the attempt before a newer one was started, the job goes on
+    #: with it.
+    adoptable: bool = False
     stop_sent: bool = False
     outcome: JobOutcome | None = None  # of the attempt that is being published
     publish_again: bool = False  # a publication failed for now and is to be tried again

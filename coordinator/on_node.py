@@ -99,7 +99,7 @@ def look(state_dir: str | None, stamp: str, want_torch: bool) -> dict[str, Any]:
         "complete": complete,
         "tries": read_json(state / "install" / "tries.json"),
         "running": running(state),
-        "systemd": has_systemd(),
+        "systemd": has_systemd(state),
     }
 
 
@@ -178,14 +178,26 @@ def connected(state: Path) -> Iterator[socket.socket | None]:
         yield sock
 
 
-def has_systemd() -> bool:
-    """Whether this user's own systemd answers (not in containers, not for a login without a session)."""
+def has_systemd(state: Path) -> bool:
+    """Whether this user's own systemd answers, and its one unit is for this state directory.
+
+    It does not in containers and for logins without a session. Two nodes of one user on one host: the second
+    agent is started detached.
+    """
     if not shutil.which("systemctl") or not os.environ.get("XDG_RUNTIME_DIR"):
         return False
+    with contextlib.suppress(FileNotFoundError):
+        if unit_quoted(str(state)) not in (unit_folder() / UNIT).read_text(errors="replace"):
+            return False
     try:
         return run(["systemctl", "--user", "show-environment"], 10).returncode == 0
     except Failed:
         return False
+
+
+def unit_folder() -> Path:
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "systemd" / "user"
 
 
 # --- put, install
@@ -341,19 +353,17 @@ def start(
 
 
 def start_unit(state: Path, command: list[str], environment: dict[str, str]) -> None:
-    """`gshare agent --install` writes and starts the unit; its environment is a drop-in of ours."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    units = (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "systemd" / "user"
-    drop_in = units / f"{UNIT}.d" / "deployed.conf"
-    drop_in.parent.mkdir(parents=True, exist_ok=True)
+    """`gshare agent --install` writes and (re)starts the unit; its environment is a drop-in of ours."""
+    # Not the home, which the unit says: `-m` looks there first, and it may hold a clone of gshare.
+    environment = {**environment, "PYTHONSAFEPATH": "1"}
     lines = "".join(f"Environment={unit_quoted(f'{name}={text}')}\n" for name, text in environment.items())
-    write_whole(drop_in, f"[Service]\n{lines}".encode())
+    drop_in = unit_folder() / f"{UNIT}.d" / "deployed.conf"
+    drop_in.parent.mkdir(parents=True, exist_ok=True)
+    folder = str(state).replace("%", "%%")
+    write_whole(drop_in, f"[Service]\nWorkingDirectory={folder}\n{lines}".encode())
     done = run([*command, "agent", "--install", "--state-dir", str(state)], START_SECONDS)
     if done.returncode:
         raise Failed("no_agent", f"gshare agent --install failed there: {words_of(done)}")
-    done = run(["systemctl", "--user", "restart", UNIT], START_SECONDS)
-    if done.returncode:
-        raise Failed("no_agent", f"systemctl --user restart {UNIT} failed there: {words_of(done)}")
 
 
 def unit_quoted(text: str) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import asyncssh
 from gshare.coordinator.channel import READ_BYTES, WORDS_KEPT, Channel, SocketChannel
@@ -85,8 +85,8 @@ class LocalRemote:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            _, stdout, stderr = await asyncio.wait_for(
-                asyncio.gather(
+            stdout, stderr = await asyncio.wait_for(
+                _together(
                     _feed(process.stdin, stdin),
                     _read_all(self.node, process.stdout.read),
                     _read_all(self.node, process.stderr.read),
@@ -98,9 +98,7 @@ class LocalRemote:
             raise _too_slow(self.node, argv, timeout) from None
         finally:
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                await _end(process)
 
     async def start(self, argv: Sequence[str]) -> Channel:
         process = await self._spawn(argv, stderr=asyncio.subprocess.DEVNULL)
@@ -137,8 +135,8 @@ class SshRemote:
         process: asyncssh.SSHClientProcess[bytes] | None = None
         try:
             process = await asyncio.wait_for(self._create(command=shlex.join(argv)), timeout)
-            _, stdout, stderr = await asyncio.wait_for(
-                asyncio.gather(
+            stdout, stderr = await asyncio.wait_for(
+                _together(
                     _feed(process.stdin, stdin),
                     _read_all(self.node, process.stdout.read),
                     _read_all(self.node, process.stderr.read),
@@ -229,6 +227,36 @@ class SshChannel:
         with contextlib.suppress(OSError, asyncssh.Error):
             while data := await self._process.stderr.read(READ_BYTES):
                 self._words = (self._words + data)[-WORDS_KEPT:]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kills it. asyncio takes a process for ended when its pipes are, so what they still hold is read."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may keep them open
+        await asyncio.wait_for(asyncio.gather(_discard(process.stdout), _discard(process.stderr)), 2.0)
+        await asyncio.wait_for(process.wait(), 2.0)
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    while await reader.read(READ_BYTES):
+        pass
+
+
+async def _together(
+    feed: Awaitable[None], out: Awaitable[bytes], err: Awaitable[bytes]
+) -> tuple[bytes, bytes]:
+    """What both outputs held; when one of the three fails, the others are ended."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(part) for part in (feed, out, err)]
+    try:
+        await asyncio.gather(*tasks)
+        return tasks[1].result(), tasks[2].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Writer(Protocol):

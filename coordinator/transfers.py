@@ -58,6 +58,7 @@ class Transfers:
         self._placement = Placement()
         self._on_node: dict[str, dict[str, None]] = {}  # jobs with an attempt there that is not at home yet
         self._pulls: dict[str, dict[str, None]] = {}  # jobs whose checkpoint is being pulled from there
+        self._adoptable: dict[str, dict[str, None]] = {}  # by lost node, some others among them
         self._timers: list[tuple[float, int, Literal["queue", "publish"], str, int]] = []
         self._timer_count = 0
         self._not_before: dict[str, float] = {}  # jobs whose next attempt is delayed
@@ -108,7 +109,7 @@ class Transfers:
         self._out.append(Say(level=level, text=text, job=job, node=node))
 
     def _end(self, job: JobRecord, state: JobOutcome, reason: str = "") -> None:
-        job.state, job.reason = state, reason
+        job.state, job.reason, job.adoptable = state, reason, False
         self._touch(job)
         self._out.append(Ended(job=job.facts.name, state=state, reason=reason))
 
@@ -146,7 +147,7 @@ class Transfers:
 
     def _put_on_node(self, job: JobRecord, node: str, *, running: bool) -> None:
         """Takes an attempt that is already there into account."""
-        job.node, job.last_node = node, ""
+        job.node, job.last_node, job.adoptable = node, "", False
         self._on_node.setdefault(node, {})[job.facts.name] = None
         self._recount[node] = None
         if job.state in PLACED_STATES:

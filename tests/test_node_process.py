@@ -399,3 +399,30 @@ def test_hostile_starts_are_refused_before_anything_is_made(agent: AgentProcess)
         assert not refused.retry
     assert sorted(path.name for path in agent.state.rglob("*")) == before
     assert isinstance(client.start("fine", "", data=data), protocol.AttemptAccepted)
+
+
+def test_gpu_memory_is_reserved_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On simulated devices: the second attempt waits in the ledger's queue, with its place told."""
+    (tmp_path / "devices.toml").write_text('[[device]]\nuuid = "GPU-one"\ntotal_mb = 10000\n')
+    monkeypatch.setenv("GSHARE_DEVICES", str(tmp_path / "devices.toml"))
+    monkeypatch.setenv("GSHARE_LEDGER_DIR", str(tmp_path / "ledger"))
+    monkeypatch.setenv("GSHARE_TEST_RUNNER", "reserved_runner:ReservedRunner")
+    with running_agent(tmp_path / "node") as agent:
+        client = agent.connect()
+        client.start("first", "steps=100000,sleep=0.02", gpu="GPU-one", budget_mb=6000)
+        client.wait("first", lambda status: status.step > 1)
+        client.start("second", "steps=3", gpu="GPU-one", budget_mb=6000)
+        waiting = client.wait("second", lambda status: status.position > 0)
+        assert (waiting.position, waiting.state, waiting.gpu) == (1, "queued", "GPU-one")
+        client.start("hasty", "steps=3", gpu="GPU-one", budget_mb=6000, timeout_s=0.2)
+        hasty = client.wait_end("hasty")
+        assert (hasty.state, hasty.retry) == ("failed", True)
+        client.start("huge", "steps=3", gpu="GPU-one", budget_mb=20000)
+        assert client.wait_end("huge").state == "failed"
+        info = client.ask(protocol.DescribeNode)
+        assert {row.state for row in info.reservations} == {"held", "waiting"}
+        assert info.gpus[0].reserved_mb == 6000
+        assert info.attempts_running == 2
+        client.ask(protocol.StopAttempts, attempts=[("first", 1)])
+        assert client.wait_end("second").state == "completed"
+        assert client.status("second").position == 0

@@ -19,7 +19,8 @@ from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event, JobChanged, Stepped, TrainerMessage
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.service import protocol, registry
-from gshare.agent.service.client import Spawned, TrainerClient, TrainerGone, spawn_trainer
+from gshare.agent.service.client import TrainerClient, TrainerGone
+from gshare.agent.service.hold import Spawned, spawn_trainer
 from gshare.agent.service.registry import TrainerConfig
 from gshare.agent.service.server import connect_socket
 from gshare.agent.service.supervise import StopRequest, Supervisor
@@ -39,7 +40,7 @@ CONFIG = TrainerConfig(
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
@@ -461,7 +462,7 @@ def test_a_runtime_directory_that_fills_up_does_not_end_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "full_disk.py").write_text(FULL_DISK)
-    monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}:{tmp_path}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     config = msgspec.structs.replace(CONFIG, runner="full_disk:FullDisk")
     code, events, supervisor = supervise([job("a", tmp_path, "steps=20,sleep=0.01")], config)
     assert (code, len(supervisor.logs)) == (0, 1)

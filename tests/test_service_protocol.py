@@ -10,7 +10,10 @@ from gshare.agent.service import protocol
 
 FROZEN = {
     "client_hello": "protocol gshare pid client",
-    "trainer_hello": "protocol gshare pid trainer_id model base_dtype schedule journal_id ready fingerprint",
+    "trainer_hello": "protocol gshare pid trainer_id model base_dtype schedule journal_id ready fingerprint "
+    "last_seq joinable waiting gpu jobs",  # these five: added, only who joins asks for them
+    "join": "id jobs budget_mb resident_mb",
+    "open": "id",
     "submit": "id jobs",
     "stop": "id jobs reason",
     "pause": "id jobs",
@@ -19,9 +22,9 @@ FROZEN = {
     "follow": "id journal_id after_seq jobs",
     "detach": "id",
     "shutdown": "id",
-    "done": "reply_to jobs failed busy",  # busy: added; who does not know it ignores it
+    "done": "reply_to jobs failed busy seq",  # busy, seq: added; who does not know them ignores them
     "refused": "reply_to reason",
-    "jobs": "reply_to jobs",
+    "jobs": "reply_to jobs clients",  # clients: added; who does not know it ignores it
     "following": "reply_to journal_id next_seq gap",
     "event": "journal_id seq event",
 }

@@ -100,6 +100,17 @@ class MemoryEstimate:
         """Bytes on the device at the peak; on CPU everything, snapshots included."""
         return sum(part.nbytes for part in self.parts if self.device == "cpu" or not part.host)
 
+    @property
+    def added(self) -> int:
+        """Bytes that the run adds where its base is loaded already, at most: passes of others and its own
+        may be one, and what they share (a row's scores, the logits' buffer) is counted whole."""
+        return self.total - self["base"] - self["unpacking"]
+
+    @property
+    def resident(self) -> int:
+        """Of `added`: what stays for as long as the adapters do."""
+        return self["adapters"] + self["optimizer"]
+
     def __getitem__(self, name: str) -> int:
         """Bytes of the part `name`."""
         return next(part.nbytes for part in self.parts if part.name == name)

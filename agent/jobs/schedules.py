@@ -10,6 +10,9 @@ never changes a job's bits, only who waits for whom.
     priority_val_loss   the one job with the highest last validation loss; nobody starves
     fair                tokens in proportion to weight; between clients first, then inside each
 
+Where several clients' jobs do not fit into one pass, the first three give each client the same share of
+tokens too (`shares.py`).
+
 `max_tokens` bounds the sum of `next_tokens` of a round (a job above the bound runs alone, the engine
 splits its step into passes); `max_adapters` bounds its size, 0 meaning no bound. `synchronized` always
 returns everybody: there the engine splits.
@@ -21,11 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.names import nearest
+from gshare.agent.jobs.shares import BetweenClients, Group
 
 
 @dataclass(frozen=True)
@@ -163,32 +167,6 @@ class PriorityValLoss:
         self._runnable = tuple(other for other in self._runnable if other != name)
 
 
-@dataclass
-class _Group:
-    """Virtual clocks of the members of one group: of the clients, or of one client's jobs.
-
-    `used[m]` is tokens served / weight. A member seen for the first time, or back after a pause, starts
-    at V = the least clock of the members that were here, so it gets its share from now on and no credit
-    for the time it was away.
-    """
-
-    used: dict[str, float] = field(default_factory=dict)
-    present: frozenset[str] = frozenset()
-    now: float = 0.0
-
-    def enter(self, members: frozenset[str]) -> None:
-        stayed = [self.used[member] for member in members & self.present]
-        if stayed:
-            self.now = max(self.now, min(stayed))
-        for member in members - self.present:
-            self.used[member] = max(self.used.get(member, 0.0), self.now)
-        self.present = members
-
-    def drop(self, member: str) -> None:
-        self.used.pop(member, None)
-        self.present -= {member}
-
-
 class Fair:
     """Deficit round robin in tokens by weight, fused: the proportional share of compute.
 
@@ -204,8 +182,8 @@ class Fair:
     """
 
     def __init__(self) -> None:
-        self._clients = _Group()
-        self._jobs: dict[str, _Group] = {}
+        self._clients = Group()
+        self._jobs: dict[str, Group] = {}
         self._owner: dict[str, tuple[str, float]] = {}  # job: (client, weight)
 
     def next_round(self, jobs: Sequence[JobView], *, max_tokens: int, max_adapters: int) -> list[str]:
@@ -217,7 +195,7 @@ class Fair:
         self._clients.enter(frozenset(by_client))
         for client in self._jobs.keys() | by_client.keys():
             members = frozenset(job.name for job in by_client.get(client, ()))
-            self._jobs.setdefault(client, _Group()).enter(members)
+            self._jobs.setdefault(client, Group()).enter(members)
 
         # Charges of this round, tentative until `ran`.
         clients = {client: self._clients.used[client] for client in by_client}
@@ -274,4 +252,7 @@ def make_schedule(name: str) -> Schedule:
             f"schedule: unknown schedule {name!r}; known: {', '.join(_SCHEDULES)}"
             + (f". Did you mean {hint!r}?" if hint else "")
         )
-    return _SCHEDULES[name]()
+    kind = _SCHEDULES[name]
+    if kind is Fair:  # by client already
+        return Fair()
+    return BetweenClients(kind, fused=kind is not PriorityValLoss)

@@ -60,6 +60,11 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """The client has left the trainer, which was well: its jobs are checkpointed and run in none."""
+
+
+@dataclass(frozen=True)
 class StartTrainer:
     """Start a new trainer and submit `jobs` to it, resumed from their checkpoints where they have one.
     `alone`: they are on probation or isolated, nobody may be added but by `Admit`."""
@@ -97,7 +102,7 @@ class GiveUp:
     reason: str
 
 
-Event = Begin | Passed | Ended | Died
+Event = Begin | Passed | Ended | Died | Moved
 Action = StartTrainer | Hold | Admit | MarkFailed | GiveUp
 
 
@@ -134,10 +139,15 @@ class Suspects:
         """The job that runs alone now, None when the jobs run together."""
         return self._alone
 
+    @property
+    def isolated(self) -> bool:
+        """Whether the job that runs alone does so to its end."""
+        return self._alone is not None and self._isolated(self._alone)
+
     def handle(self, event: Event) -> list[Action]:
         if self.done:
             return []
-        if isinstance(event, Begin):
+        if isinstance(event, Begin | Moved):
             return [self._start()]
         if isinstance(event, Passed):
             return self._passed(event.job, event.step)

@@ -23,6 +23,7 @@ from gshare.agent.jobs import suspects
 from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.node.checks import owner_tag
+from gshare.agent.node.durable import read_struct, write_struct
 from gshare.agent.node.models import model_path
 from gshare.agent.node.prepare_job import (
     MODULE,
@@ -47,6 +48,8 @@ LEFTOVER_SECONDS = 600.0
 #: Children that tokenise at once: each takes 300 MiB and a core.
 PREPARING_AT_ONCE = 2
 _POLL = 0.2  # seconds
+#: The answer of the preparation, kept for the next start.
+PREPARED = "prepared.json"
 #: How often a waiting attempt's place in the queue is asked for, and a wish to pause repeated.
 _ASK_SECONDS = 2.0
 #: What an engine's error says when the node, not the job, was at fault.
@@ -216,12 +219,20 @@ class RunningAttempt:
             resume=(self._directory / "out" / RUN_FILE).exists(),
             on_gpu=bool(request.gpu),
         )
+        kept = self._directory / PREPARED
+        before = _still_prepared(kept)
+        if before is not None:
+            return before
         while not _preparing.acquire(timeout=_POLL):
             self._check_stop()
         try:
-            return self._ask_child(asked)
+            answer = self._ask_child(asked)
         finally:
             _preparing.release()
+        if isinstance(answer, PreparedJob):
+            with contextlib.suppress(OSError):  # a full disk: prepared again next time
+                write_struct(kept, answer)
+        return answer
 
     def _ask_child(self, asked: PrepareJob) -> PrepareAnswer:
         log = self._directory / "prepare.log"
@@ -348,6 +359,22 @@ class RunningAttempt:
     def _check_stop(self) -> None:
         if self._stop.exit_code is not None:
             raise _StopAsked
+
+
+def _still_prepared(path: Path) -> PreparedJob | None:
+    """The answer of an earlier start, when what it names is still there: a restart need not tokenise again.
+
+    What is in there the trainer checks: tokens by their hash, the base by its fingerprint.
+    """
+    try:
+        prepared = read_struct(path, PreparedJob)
+    except GshareError:
+        return None
+    if prepared is None:
+        return None
+    stores = (prepared.request.train_store, prepared.request.val_store)
+    there = all(Path(part).is_dir() for part in (prepared.model_dir, *stores) if part is not None)
+    return msgspec.structs.replace(prepared, notes=[]) if there else None
 
 
 def _last_line(log: Path) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gshare.agent.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
 from gshare.agent.node.server import NodeServer
 from gshare.agent.node.state_dir import StateDir, open_state_dir
 from gshare.agent.service.registry import collect_dead
@@ -23,7 +23,14 @@ from gshare.agent.service.server import socket_address
 
 #: Below systemd's own 90 s: what has not checkpointed by then does so when its client is gone.
 DRAIN_SECONDS = 60.0
+LEAVE_SECONDS = 10.0
 HOUSEKEEPING_SECONDS = 60.0
+#: SIGHUP: the terminal that it was started from was closed.
+_SIGNALS = {
+    signal.SIGTERM: EXIT_SIGTERM,
+    signal.SIGINT: EXIT_SIGINT,
+    signal.SIGHUP: EXIT_SIGTERM,
+}
 
 #: A further way in or out, beside the socket: runs until it is cancelled.
 Gate = Callable[[NodeServer], Awaitable[None]]
@@ -42,8 +49,9 @@ class Daemon:
         self._leave = asyncio.Event()
         loop = asyncio.get_running_loop()
         server = NodeServer(self.state, drain=self._leave.set)
-        for number, code in ((signal.SIGTERM, EXIT_SIGTERM), (signal.SIGINT, EXIT_SIGINT)):
-            loop.add_signal_handler(number, self._signalled, code)
+        for number, code in _SIGNALS.items():
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, `&`
+                loop.add_signal_handler(number, self._signalled, code)
         listening = await self._listen(server)
         collect_dead()
         server.attempts.resume_all(*server.journal.ends())
@@ -64,6 +72,8 @@ class Daemon:
             listening.close()
             await server.close()
             self.state.socket.unlink(missing_ok=True)
+            # asyncio waits for the threads that serve files and devices, of which one may hang in a driver.
+            loop.call_later(LEAVE_SECONDS, os._exit, self._exit_code or EXIT_FAILURE)
         return self._exit_code
 
     def _signalled(self, code: int) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +31,18 @@ LOW_DISK = 2 << 30
 _LOGINCTL_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class Devices:
+    """One look at GPUs and ledger."""
+
+    gpus: list[GpuInfo] = field(default_factory=list)
+    reservations: list[ReservationInfo] = field(default_factory=list)
+    driver: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
 class Health:
-    """`describe` may block: the driver, the ledger's lock, the disk."""
+    """Every method may block: the driver, the ledger's lock, the disk."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -40,19 +51,34 @@ class Health:
         self._linger_asked = False
         psutil.cpu_percent()  # the first call begins the interval that the next one tells of
 
-    def describe(self, reply_to: int, *, attempts_running: int, problems: Sequence[str] = ()) -> NodeInfo:
-        """The node now; `problems` of the agent itself come first."""
-        found = list(problems)
-        gpus: list[GpuInfo] = []
-        reservations: list[ReservationInfo] = []
+    def devices(self) -> Devices:
+        """What driver and ledger say; a driver in trouble may hang here."""
         try:
             seen = status(Ledger())
         except GshareError as error:
-            found.append(f"the ledger cannot be read: {error}")
-        else:
-            gpus = [self._gpu(device) for device in seen.devices if device.memory_type != "cpu"]
-            reservations = _reservations(seen)
-            found += _ledger_problems(seen)
+            return Devices(problems=[f"the ledger cannot be read: {error}"])
+        return Devices(
+            gpus=[self._gpu(device) for device in seen.devices if device.memory_type != "cpu"],
+            reservations=_reservations(seen),
+            driver=self._driver(),
+            problems=_ledger_problems(seen),
+        )
+
+    def describe(
+        self,
+        reply_to: int,
+        devices: Devices | None,
+        *,
+        attempts_running: int,
+        problems: Sequence[str] = (),
+    ) -> NodeInfo:
+        """The node now; `problems` of the agent itself come first. `devices` None: they did not answer."""
+        found = list(problems)
+        if devices is None:
+            devices = Devices(
+                problems=["the GPU driver or the ledger does not answer: see dmesg and `gshare gpu status`"]
+            )
+        found += devices.problems
         memory = psutil.virtual_memory()
         disk_free = self._disk_free(found)
         linger = self._lingers()
@@ -69,15 +95,15 @@ class Health:
             machine=platform.machine(),
             python=platform.python_version(),
             torch=_torch_version(),
-            driver=self._driver(),
+            driver=devices.driver,
             cpu_cores=len(os.sched_getaffinity(0)),
             cpu_percent=psutil.cpu_percent(),
             ram_mb=memory.total >> 20,
             ram_free_mb=memory.available >> 20,
             disk_free_mb=None if disk_free is None else max(0, disk_free) >> 20,
             linger=linger,
-            gpus=gpus,
-            reservations=reservations,
+            gpus=devices.gpus,
+            reservations=devices.reservations,
             problems=found,
             attempts_running=attempts_running,
         )

@@ -7,11 +7,13 @@ would undo each other's placements. Owners do not see each other's attempts, obs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
 from gshare.agent.node.connection import HELLO_SECONDS, HUNG_UP, Connection, Gone, Reader, Writer
 from gshare.agent.node.durable import FULL
-from gshare.agent.node.health import Health
+from gshare.agent.node.health import Devices, Health
 from gshare.agent.node.journal import NodeJournal
 from gshare.agent.node.protocol import (
     NODE_PROTOCOL_VERSION,
@@ -46,6 +48,8 @@ MAX_CLIENTS = 64
 #: A coordinator asks how the node is every 15 s. One that was silent for three of these is a dead connection
 #: that TCP has not noticed; a new session may take its place.
 SILENT_SECONDS = 45.0
+#: A driver that has not answered by then is a problem that is told; 0.1 s is usual, 2 s were seen under load.
+DRIVER_SECONDS = 10.0
 MAX_TEXT = 200  # of a client's name and session
 
 #: Requests that change something: not for observers.
@@ -76,6 +80,8 @@ class NodeServer:
         self.bundles = Bundles(state.bundles)
         self.attempts = Attempts(state, self.blobs, self.publish, self.say)
         self._health = Health(state.path)
+        self._looker = ThreadPoolExecutor(1, "devices")
+        self._looking: asyncio.Future[Devices] | None = None
         self._handlers: dict[type, Callable[[Connection, Any], Awaitable[msgspec.Struct]]] = {
             protocol.DescribeNode: self._describe,
             protocol.HoldBlobs: self._hold,
@@ -110,7 +116,8 @@ class NodeServer:
 
     def say(self, level: Literal["info", "warning", "error"], text: str) -> None:
         """A line for people: in the log, and to everybody who follows."""
-        print(f"{time.strftime('%H:%M:%S')} {level}: {plain(text)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a full disk under the log, a closed terminal
+            print(f"{time.strftime('%H:%M:%S')} {level}: {plain(text)}", file=sys.stderr, flush=True)
         self.journal.append(NodeMessage(level=level, text=text, time=time.time()))
         for connection in self._connections:
             connection.wake.set()
@@ -136,8 +143,12 @@ class NodeServer:
         """One client, to its end. Never raises for what a client does."""
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
         connection = Connection(reader, writer, peer)
+        if len(self._tasks) >= 2 * MAX_CLIENTS:
+            # So many have not said hello yet; each has a few seconds for it.
+            await connection.hang_up()
+            return
+        self._tasks.add(task)
         last: msgspec.Struct | None = None
         try:
             if await self._greet(connection, hello_seconds):
@@ -251,11 +262,16 @@ class NodeServer:
 
     async def _describe(self, connection: Connection, request: protocol.DescribeNode) -> msgspec.Struct:
         problems = [f"the journal has gaps: {self.journal.problem}"] if self.journal.problem else []
+        running = self.attempts.running
+        if self._looking is None:
+            # A thread of its own: a driver that hangs must not use up those that serve files.
+            self._looking = asyncio.get_running_loop().run_in_executor(self._looker, self._health.devices)
+        await asyncio.wait({self._looking}, timeout=DRIVER_SECONDS)
+        devices = None
+        if self._looking.done():
+            devices, self._looking = self._looking.result(), None
         return await asyncio.to_thread(
-            self._health.describe,
-            request.id,
-            attempts_running=self.attempts.running,
-            problems=problems,
+            self._health.describe, request.id, devices, attempts_running=running, problems=problems
         )
 
     async def _hold(self, connection: Connection, request: protocol.HoldBlobs) -> msgspec.Struct:

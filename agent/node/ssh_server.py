@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: A client that has not proved who it is by then is cut off.
 LOGIN_SECONDS = 20.0
+#: Logins and what is on its way to be one: the port may be open to the world.
+MAX_CONNECTIONS = 128
 KEEPALIVE_SECONDS = 15.0
 KEEPALIVE_COUNT = 3
 
@@ -90,12 +92,19 @@ async def serve_ssh(
 
     key = load_host_key(host_key)
     user = getpass.getuser()
+    open_now: set[asyncssh.SSHServerConnection] = set()
 
     class Gate(asyncssh.SSHServer):
         """One login. What is not offered here is refused by asyncssh's own defaults."""
 
         def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
             self._connection = conn
+            open_now.add(conn)
+            if len(open_now) > MAX_CONNECTIONS:
+                conn.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            open_now.discard(self._connection)
 
         def begin_auth(self, username: str) -> bool:
             if username == user:

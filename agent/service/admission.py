@@ -56,12 +56,14 @@ def admit(
         announce(queued)
 
     devices = _devices(ledger, request)
+    # What is not the first client's part is the base's, and stays when that client leaves.
+    part_mb = min(request.part_mb or request.budget_mb, request.budget_mb)
     reservation = _inherited(ledger, request, devices, say) or reserve(
         request.budget_mb,
         task=request.task,
         devices=devices,
         timeout_s=request.timeout_s,
-        clients=(Client(name=request.client, budget_mb=request.budget_mb),) if request.client else (),
+        clients=(Client(name=request.client, budget_mb=part_mb),) if request.client else (),
         on_wait=on_wait,
         on_look=on_look,
         on_warning=lambda line: say("warning", line),

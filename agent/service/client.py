@@ -1,4 +1,4 @@
-"""A client's side of a trainer: start one, connect, ask, follow.
+"""A client's side of a trainer: connect, ask, follow. How one is started or joined is in `hold.py`.
 
 Blocking sockets and short waits, no thread: the caller's loop also serves signals and the screen.
 """
@@ -8,14 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +19,6 @@ from typing import TypeVar
 import msgspec
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event
-from gshare.agent.service.environment import trainer_environment
-from gshare.agent.service.log_stream import open_log
 from gshare.agent.service.protocol import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -39,7 +33,7 @@ from gshare.agent.service.protocol import (
     Refused,
     TrainerHello,
 )
-from gshare.agent.service.registry import LOCK, TrainerConfig, create_trainer_dir, is_held
+from gshare.agent.service.registry import LOCK, is_held
 from gshare.agent.service.server import connect_socket
 from gshare.agent.service.wire import FrameReader, convert, encode
 
@@ -122,9 +116,16 @@ class TrainerClient:
         return reply.gap
 
     def jobs(self) -> list[JobStatus]:
+        return self._list().jobs
+
+    def others(self) -> int:
+        """How many other clients the trainer has now."""
+        return max(0, self._list().clients - 1)
+
+    def _list(self) -> Jobs:
         reply = self.ask(ListJobs)
         assert isinstance(reply, Jobs), reply
-        return reply.jobs
+        return reply
 
     def poll(self, timeout: float) -> list[Event]:
         """The events that are there; waits up to `timeout` seconds for the first. Raises `TrainerGone`."""
@@ -184,63 +185,6 @@ class TrainerClient:
             self._replies[message.reply_to] = message
 
 
-@dataclass
-class Spawned:
-    """A trainer that this process started."""
-
-    directory: Path
-    process: subprocess.Popen[bytes]
-    log: Path
-    supervisor_fd: int  # the flock that keeps the directory from being collected
-    no_log: str = ""  # why `log` is /dev/null
-
-    def wait_dead(self, timeout: float = 10.0) -> int:
-        """The exit code (negative: the signal). One that hangs after hanging up is killed."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
-    def how_it_died(self, code: int) -> str:
-        """For people: the signal's name or the exit code, and the last line of the log."""
-        if code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-        else:
-            last = _last_line(self.log)
-            how = f"exit code {code}" + (f": {last}" if last else "")
-        return how
-
-    def release(self) -> None:
-        os.close(self.supervisor_fd)
-
-
-def spawn_trainer(config: TrainerConfig) -> Spawned:
-    """Starts a trainer in a session of its own, so that the terminal's signals do not reach it."""
-    directory, lock, supervisor = create_trainer_dir(config)
-    log, output, no_log = open_log(directory.name)
-    try:
-        with output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "gshare.agent.service.trainer"),
-                    *("--dir", str(directory), "--lock-fd", str(lock)),
-                ],
-                # `-m` puts the working directory on sys.path (Python 3.10 has no PYTHONSAFEPATH), and in a
-                # clone of gshare the room `kernels` would hide the package that transformers imports.
-                cwd=directory,
-                env={**os.environ, **trainer_environment(), "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
-    finally:
-        os.close(lock)  # the trainer has its own copy, and must be the only one who keeps it locked
-    return Spawned(directory, process, log, supervisor, no_log)
-
-
 def _connect(directory: Path, timeout: float) -> socket.socket:
     deadline = time.monotonic() + timeout
     path = directory / "socket"
@@ -260,13 +204,3 @@ def _left(deadline: float, what: str) -> float:
     if left <= 0:
         raise GshareError(f"the trainer did not {what} in time")
     return left
-
-
-def _last_line(log: Path) -> str:
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
-    except OSError:
-        return ""
-    return next((line[:300] for line in reversed(lines) if line), "")

@@ -32,6 +32,7 @@ class DetachedPlan(msgspec.Struct, frozen=True, kw_only=True):
     config: TrainerConfig
     requests: list[JobRequest]
     report_to: list[str] = []
+    join: bool = True
 
 
 def detach(plan: DetachedPlan) -> tuple[int, str]:
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 on_event=on_event,
                 on_connected=on_connected,
                 stop=stop,
+                join=plan.join,
             ).run()
     except GshareError as error:
         print(error, flush=True)

@@ -9,10 +9,10 @@ Field names are frozen by tests/test_service_protocol.py.
                    ◄───────────────────────  Done | Refused | Jobs | Following (reply_to = n)
                    ◄───────────────────────  EventFrame …            after a Follow
 
-Any number of clients may be connected and each may submit at any time: joining a running trainer needs no
-message of its own. A job belongs to the connection that submitted it: when that connection ends without
-`Detach`, the job is checkpointed and stopped. Any client (of the same user: the socket is 0600) may list,
-follow, stop, pause and resume any job.
+Any number of clients may be connected and each may submit at any time. A client that did not start the
+trainer sends `JoinTrainer` first, which makes room for its jobs. A job belongs to the connection that
+submitted it: when that connection ends without `Detach`, the job is checkpointed and stopped. Any client (of
+the same user: the socket is 0600) may list, follow, stop, pause and resume any job.
 
 Durable events carry `seq` ≥ 1 and come exactly once to a client that says where it stopped; samples
 (`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly.
@@ -53,6 +53,31 @@ class TrainerHello(_Message, frozen=True, tag="trainer_hello"):
     journal_id: str
     ready: bool  # the base is loaded
     fingerprint: dict[str, str] = {}
+    last_seq: int = 0  # of the journal: who joins follows from there
+    joinable: bool = False  # a `JoinTrainer` is answered at once; else when it is opened, or never
+    waiting: str = ""  # where it stands in the queue for GPU memory
+    gpu: str = ""  # UUID of the device that it has reserved
+    jobs: list[str] = []  # names of those that have not ended
+
+
+class JoinTrainer(_Message, frozen=True, tag="join"):
+    """Make room for this client's jobs: their names, and on a GPU `budget_mb` more in the reservation.
+
+    Answered by `Done`, whose `seq` is where the client follows from, or by `Refused`; a trainer that loads
+    its base, waits for memory, or has a job on trial answers afterwards. `resident_mb` of the budget is for
+    adapters and optimizer.
+    """
+
+    id: int
+    jobs: list[str]
+    budget_mb: int = 0
+    resident_mb: int = 0
+
+
+class OpenTrainer(_Message, frozen=True, tag="open"):
+    """From now on others may join: none of this client's jobs is on trial any more."""
+
+    id: int
 
 
 class SubmitJobs(_Message, frozen=True, tag="submit"):
@@ -108,7 +133,18 @@ class Shutdown(_Message, frozen=True, tag="shutdown"):
     id: int
 
 
-Request = SubmitJobs | StopJobs | PauseJobs | ResumeJobs | ListJobs | Follow | Detach | Shutdown
+Request = (
+    JoinTrainer
+    | OpenTrainer
+    | SubmitJobs
+    | StopJobs
+    | PauseJobs
+    | ResumeJobs
+    | ListJobs
+    | Follow
+    | Detach
+    | Shutdown
+)
 
 
 class Done(_Message, frozen=True, tag="done"):
@@ -118,6 +154,7 @@ class Done(_Message, frozen=True, tag="done"):
     jobs: list[str] = []
     failed: dict[str, str] = {}
     busy: list[str] = []  # of `failed`: may be asked again when another job has ended
+    seq: int = 0  # of the journal when a `JoinTrainer` was granted
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -146,6 +183,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Jobs(_Message, frozen=True, tag="jobs"):
     reply_to: int
     jobs: list[JobStatus]
+    clients: int = 0  # connected now, the asker included
 
 
 class Following(_Message, frozen=True, tag="following"):

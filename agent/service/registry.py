@@ -1,12 +1,14 @@
 """Where trainers live, which of them are alive, and what became of the jobs of those that ended.
 
     <runtime>/gshare/trainers/<id>/    trainer.json  socket  lock  supervisor  in_flight  journal.jsonl
-                                       jobs.jsonl  exit.json
+                                       jobs.jsonl  taken.jsonl  exit.json
+    <runtime>/gshare/joins/<key>       locked by who looks for a trainer to join, until its own is started
     <state>/gshare/jobs.jsonl          the last jobs that ended
     <state>/gshare/logs/<id>.log       output of trainers and detached clients, the newest ones
 
-A trainer holds a flock on `lock` for life, its supervising client one on `supervisor`: a directory whose
-locks can both be taken belongs to nobody. No PID is asked: PIDs are reused, and differ between namespaces.
+A trainer holds a flock on `lock` for life; each client that answers for jobs in it holds a shared one on
+`supervisor`, until it has read what a dead trainer left behind. A directory whose locks can both be taken
+belongs to nobody. No PID is asked: PIDs are reused, and differ between namespaces.
 Trust boundary: the directory is 0700 and ours; whoever is this user (or root) may do anything here.
 """
 
@@ -39,6 +41,9 @@ RUNNER = "gshare.agent.train.runner:Runner"
 
 LOCK = "lock"
 SUPERVISOR = "supervisor"
+TAKEN = "taken.jsonl"
+#: An asker holds the lock that it asks about for microseconds; a client that comes meanwhile tries again.
+_SHARE_TRIES, _SHARE_PAUSE = 50, 0.01
 
 T = TypeVar("T")
 
@@ -58,6 +63,10 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mps_share: int | None = None  # percent of the GPU's threads under MPS; None: without it
     client: str = ""
     inherit: str = ""  # id of the `gpu run` reservation to use instead, when it still can be
+    #: Of `budget_mb`: what this client's adapters add to a base that is there already. 0: not known, so
+    #: that no client can leave without the base, and nobody joins.
+    part_mb: int = 0
+    resident_mb: int = 0  # of `part_mb`: adapters and optimizer, whose room the arena keeps
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +82,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu: GpuRequest | None = None  # None: nothing is reserved
     trace: bool = False
     runner: str = RUNNER  # "module:class"; only tests name another
+    base: str = ""  # `base_identity` of the model, for who looks for a trainer to join
+    join_key: str = ""  # what a client must have the same to join (joining.py); empty: nobody joins
+    joinable: bool = True  # False: only once its first client has opened it (`OpenTrainer`)
     first_client_seconds: float = 60.0  # exits when nobody has connected for so long
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
 
@@ -82,6 +94,12 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     code: int
     reason: str
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `taken.jsonl`: jobs of a dead trainer that their client goes on with elsewhere."""
+
+    jobs: list[str]
 
 
 class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +163,7 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
     held: list[int] = []
     try:
         directory.mkdir(mode=0o700)
-        for name in (LOCK, SUPERVISOR):
-            lock = take_lock(directory / name)
+        for lock in (take_lock(directory / LOCK), share_lock(directory / SUPERVISOR)):
             assert lock is not None
             held.append(lock)
         write_json(directory / "trainer.json", config)
@@ -173,6 +190,19 @@ def take_lock(path: Path) -> int | None:
     return fd
 
 
+def share_lock(path: Path) -> int | None:
+    """A shared flock on `path` (made if missing), as a descriptor; None when another holds it alone."""
+    fd = above_stdio(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    for _ in range(_SHARE_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            time.sleep(_SHARE_PAUSE)
+    os.close(fd)
+    return None
+
+
 def above_stdio(fd: int) -> int:
     """`fd`, moved above 2 when it is not: one who was started with a standard stream closed gets 0, 1 or 2
     for what it opens, and a child that is to inherit that number finds its own streams there."""
@@ -186,12 +216,21 @@ def above_stdio(fd: int) -> int:
 
 def is_held(path: Path) -> bool:
     """Whether some process holds the flock on `path`. A shared try: two who ask do not see each other."""
+    return _cannot(fcntl.LOCK_SH, path)
+
+
+def is_shared(path: Path) -> bool:
+    """As `is_held`, for a lock that is held shared; two who ask at once may take each other for a holder."""
+    return _cannot(fcntl.LOCK_EX, path)
+
+
+def _cannot(lock: int, path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -213,7 +252,7 @@ def collect_dead() -> list[FinishedJob]:
     """Removes the directories that nobody holds any more; their unfinished jobs become records, returned."""
     lost: list[FinishedJob] = []
     for directory in trainer_dirs():
-        if is_held(directory / LOCK) or is_held(directory / SUPERVISOR):
+        if is_held(directory / LOCK) or is_shared(directory / SUPERVISOR):
             continue
         lock = take_lock(directory / LOCK) if directory.exists() else None
         if lock is None:
@@ -236,6 +275,21 @@ def remove_trainer_dir(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def take_over(directory: Path, jobs: list[str]) -> None:
+    """Note in a dead trainer's directory that these jobs go on elsewhere: no collector is to call them lost.
+
+    A full disk costs the note only.
+    """
+    with contextlib.suppress(OSError):
+        append_line(directory / TAKEN, Taken(jobs=jobs))
+
+
+def leave_dead(directory: Path) -> None:
+    """Removes a dead trainer's directory, unless another of its clients has still to read it."""
+    if not is_held(directory / LOCK) and not is_shared(directory / SUPERVISOR):
+        remove_trainer_dir(directory)
+
+
 def _unfinished(directory: Path) -> list[FinishedJob]:
     """Jobs of a dead trainer whose last state is not an end, by its journal."""
     jobs: dict[str, JobStatus] = {}
@@ -246,6 +300,7 @@ def _unfinished(directory: Path) -> list[FinishedJob]:
             jobs[event.job] = msgspec.structs.replace(
                 jobs[event.job], state=event.state, step=event.step, total_steps=event.total_steps
             )
+    taken = {job for line in read_lines(directory / TAKEN, Taken) for job in line.jobs}
     reason = "its trainer and its client died; continue it with --resume"
     return [
         FinishedJob(
@@ -254,7 +309,7 @@ def _unfinished(directory: Path) -> list[FinishedJob]:
             trainer_id=directory.name,
         )
         for status in jobs.values()
-        if status.state not in ENDED
+        if status.state not in ENDED and status.job not in taken
     ]
 
 

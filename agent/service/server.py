@@ -64,6 +64,7 @@ class Connection:
     jobs: frozenset[str] = frozenset()  # empty: all
     seq: int = 0  # the last durable event sent
     detached: bool = False
+    closed: bool = False  # the client is gone; what it asked for before may still be queued
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,19 @@ class Server:
         job_list: Callable[[], list[JobStatus]],
         commands: queue.SimpleQueue[Command],
         submitted: Callable[[SubmitJobs, str], None] = lambda request, client: None,
+        on_left: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        """`submitted` hears of jobs, and of the client they are of, when they arrive; the command follows."""
+        """`submitted` hears of jobs, and of the client they are of, when they arrive; the command follows.
+
+        `on_left` is called when a client has gone. Both from the server's thread.
+        """
         self._path = path
         self._journal = journal
         self._hello = hello
         self._job_list = job_list
         self._commands = commands
         self._submitted = submitted
+        self._on_left = on_left
         self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_key = 1
@@ -201,7 +207,9 @@ class Server:
         finally:
             if connection is not None:
                 del self._connections[connection.key]
+                connection.closed = True
                 self._commands.put(Command(connection, None))
+                self._on_left(connection)
             self._tasks.discard(task)
             writer.close()
             # close() flushes first, and one who does not read would keep the socket, and itself, waiting.
@@ -302,7 +310,8 @@ class Server:
         if isinstance(request, Follow):
             self._reply(connection, self._follow(connection, request))
         elif isinstance(request, ListJobs):
-            self._reply(connection, Jobs(reply_to=request.id, jobs=self._job_list()))
+            jobs = Jobs(reply_to=request.id, jobs=self._job_list(), clients=len(self._connections))
+            self._reply(connection, jobs)
         else:
             if isinstance(request, Detach):
                 connection.detached = True

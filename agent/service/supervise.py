@@ -1,8 +1,12 @@
-"""The client that answers for its jobs: starts their trainer, another one when it dies, and stops them.
+"""The client that answers for its jobs: gets them a trainer, another one when it dies, and stops them.
 
 Which job to blame for a crash is decided by the state machine in `agent/jobs/suspects.py`; here are its
-effects. Ctrl-C, SIGTERM and SIGHUP stop this client's own jobs with a checkpoint; a second one leaves at
-once, which the trainer sees as a client that is gone: it checkpoints and stops the jobs by itself.
+effects. Jobs on trial run on a trainer of this client's own; when they have passed it is opened for others.
+Ctrl-C, SIGTERM and SIGHUP stop this client's own jobs with a checkpoint; a second one leaves at once, which
+the trainer sees as a client that is gone: it checkpoints and stops the jobs by itself.
+
+Needs no main thread: signals are the caller's (`StopRequest.listening`), and another thread stops it by
+`stop.exit_code`.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +21,29 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 import msgspec
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_RETRY, EXIT_SIGINT, EXIT_SIGTERM, Stopped
+from gshare.agent.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_RETRY,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    GshareError,
+    RetryLater,
+    Stopped,
+)
 from gshare.agent.jobs import suspects
 from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, Stepped, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.breadcrumb import read_breadcrumb
-from gshare.agent.service.client import Spawned, TrainerClient, TrainerGone, spawn_trainer
+from gshare.agent.service.client import TrainerClient, TrainerGone
+from gshare.agent.service.finding import Finder, Found
+from gshare.agent.service.hold import Joined, Spawned
+from gshare.agent.service.joining import waiting_on_trial, with_identity
 from gshare.agent.service.journal import read_journal
 from gshare.agent.service.protocol import (
     Done,
     JobStatus,
+    OpenTrainer,
     PauseJobs,
     Refused,
     ResumeJobs,
@@ -38,10 +54,11 @@ from gshare.agent.service.registry import (
     ExitRecord,
     FinishedJob,
     TrainerConfig,
+    leave_dead,
     not_recorded,
     read_exit,
     record_finished,
-    remove_trainer_dir,
+    take_over,
 )
 from gshare.agent.service.table import JobTable
 
@@ -49,6 +66,12 @@ from gshare.agent.service.table import JobTable
 EXIT_WAIT_SECONDS = 10.0
 #: A trainer after a crash waits at least so long for its memory: the driver frees that of the dead one late.
 RESTART_WAIT_SECONDS = 60.0
+#: While its own trainer waits for memory a client asks the others for room so often, seconds.
+SWITCH_SECONDS = 2.0
+#: A stop is applied between two rounds, and writes a checkpoint.
+MOVE_SECONDS = 60.0
+#: A trainer that nobody else uses ends half a second after the last client.
+HANG_UP_SECONDS = 2.0
 _POLL = 0.1  # seconds; the longest a signal or the screen waits
 
 
@@ -81,7 +104,11 @@ class StopRequest:
 
 @dataclass
 class Supervisor:
-    """Runs `requests` to their ends. `on_event` gets every event in order; `on_tick` runs every `_POLL` s."""
+    """Runs `requests` to their ends. `on_event` gets every event in order; `on_tick` runs every `_POLL` s.
+
+    `client` is this client's name, for people and for its share of a trainer; with `join` its jobs go to a
+    trainer that runs with the same base, when there is one, and others may join the one that it starts.
+    """
 
     config: TrainerConfig
     requests: Sequence[JobRequest]
@@ -90,9 +117,15 @@ class Supervisor:
     on_connected: Callable[[], None] = lambda: None
     stop: StopRequest = field(default_factory=StopRequest)
     client: str = ""
+    join: bool = True
 
     def __post_init__(self) -> None:
         names = [request.spec.name for request in self.requests]
+        self.client = self.client or f"pid-{os.getpid()}"
+        self.config = with_identity(self.config, join=self.join)
+        if self.config.gpu is not None:
+            gpu = msgspec.structs.replace(self.config.gpu, client=self.client)
+            self.config = msgspec.structs.replace(self.config, gpu=gpu)
         self._by_name = dict(zip(names, self.requests, strict=True))
         self._machine = suspects.Suspects(names)
         self._actions: deque[suspects.Action] = deque()
@@ -101,11 +134,18 @@ class Supervisor:
             self.table.add(
                 JobStatus(job=request.spec.name, state="queued", output_dir=request.spec.output_dir)
             )
-        self._trainer: Spawned | None = None
+        self._finder = Finder(self.config, self.client, names, self.on_event)
+        self._searching: tuple[str, ...] | None = (
+            None  # jobs to be submitted to the trainer that is looked for
+        )
+        self._closed = False  # the trainer is ours alone until its jobs are off trial
+        self._next_switch = 0.0
+        self._trainer: Spawned | Joined | None = None
         self._connection: TrainerClient | None = None
         self._submitted: set[str] = set()  # ever: these resume
         self._here: set[str] = set()  # sent to the trainer that runs now
         self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
+        self._answered_once = False  # by the trainer that runs now: it has its memory and its base
         self._busy: set[str] = set()  # refused because another trainer writes to their directories
         self._warned: set[str] = set()
         self._stop_sent = False
@@ -129,25 +169,29 @@ class Supervisor:
             self._stop_own()
             return
         try:
+            if self._searching is not None:
+                self._search(self._searching)
+                return
             if self._actions:
                 self._do(self._actions.popleft())
                 return
+            self._look_elsewhere()
             assert self._connection is not None
             events = self._connection.poll(_POLL)
             for request_id in list(self._waiting):
                 self._answered(request_id)
             for event in events:
                 self._actions.extend(self._take(event))
+            if self._closed and self._machine.alone is None and not self._machine.done:
+                self._off_trial()
         except TrainerGone:
             self._died()
 
     def _do(self, action: suspects.Action) -> None:
         if isinstance(action, suspects.StartTrainer):
-            self._start(action.jobs)
+            self._start(action)
         elif isinstance(action, suspects.Admit):
-            self._submit(action.submit)
-            if action.unpause:
-                self._send(ResumeJobs, action.unpause)
+            self._admit(action)
         elif isinstance(action, suspects.Hold):
             self._send(PauseJobs, (action.job,))
         elif isinstance(action, suspects.MarkFailed):
@@ -156,29 +200,114 @@ class Supervisor:
             for job in action.jobs:
                 self._end(job, "failed", action.reason)
 
-    def _start(self, jobs: tuple[str, ...]) -> None:
-        client = self.client or f"pid-{os.getpid()}"
-        self._trainer = spawn_trainer(self._config(client))
+    @property
+    def joined(self) -> bool:
+        """Whether the trainer that runs now was started by another client."""
+        return isinstance(self._trainer, Joined)
+
+    def _start(self, action: suspects.StartTrainer) -> None:
+        self._here = set()
+        self._waiting = {}
+        self._answered_once = False
+        self._closed = action.alone
+        self._searching = action.jobs
+        self._finder.search(
+            self._config(), alone=action.alone, never_open=action.alone and self._machine.isolated
+        )
+
+    def _search(self, jobs: tuple[str, ...]) -> None:
+        try:
+            found = self._finder.poll(_POLL)
+        except RetryLater as error:
+            self._searching = None
+            self._exit_code = EXIT_RETRY
+            self._end_all("failed", str(error))
+            return
+        if found is not None:
+            self._searching = None
+            self._use(found, jobs)
+
+    def _use(self, found: Found, jobs: tuple[str, ...]) -> None:
+        self._trainer, self._connection = found.trainer, found.connection
         self.logs.append(str(self._trainer.log))
         if self._trainer.no_log:
             self._warn(self._trainer.no_log)
-        self._here = set()
-        self._waiting = {}
-        self._connection = TrainerClient(self._trainer.directory, client)
-        self._connection.follow(list(self._by_name))
+        if self._connection is None:
+            self._connection = TrainerClient(self._trainer.directory, self.client)
+            self._connection.follow(list(self._by_name))
         self._submit(jobs)
         # Answered after the jobs have arrived: from here on the trainer lists them to whoever asks.
         self._connection.jobs()
         self.on_connected()
 
-    def _config(self, client: str) -> TrainerConfig:
-        """The trainer's configuration, its reservation in this client's name."""
+    def _config(self) -> TrainerConfig:
+        """The configuration of the next trainer: after a crash the memory of the dead one is waited for."""
         gpu = self.config.gpu
-        if gpu is None:
+        if gpu is None or not self.logs:
             return self.config
-        timeout_s = max(gpu.timeout_s, RESTART_WAIT_SECONDS) if self.logs else gpu.timeout_s
-        gpu = msgspec.structs.replace(gpu, client=client, timeout_s=timeout_s)
+        gpu = msgspec.structs.replace(gpu, timeout_s=max(gpu.timeout_s, RESTART_WAIT_SECONDS))
         return msgspec.structs.replace(self.config, gpu=gpu)
+
+    def _admit(self, action: suspects.Admit) -> None:
+        """The next jobs of the machine, in this trainer if they may run in it."""
+        if self._machine.alone is not None and not self._closed:
+            self._move()  # others may be here, and nobody may be beside this one
+            return
+        self._submit(action.submit)
+        if action.unpause:
+            self._send(ResumeJobs, action.unpause)
+
+    def _off_trial(self) -> None:
+        """The jobs that were on trial have passed: others may come, or there is somebody to make room for."""
+        assert self._connection is not None
+        if self.config.join_key and waiting_on_trial(self.config):
+            # Another client's jobs wait, on trial, for the memory that this trainer holds.
+            self._move()
+            return
+        self._closed = False
+        self._connection.send(OpenTrainer)
+
+    def _move(self) -> None:
+        """Leave the trainer, which checkpoints this client's jobs, and go on with them in another one."""
+        assert self._connection is not None
+        self._actions.clear()
+        with contextlib.suppress(GshareError):
+            self._connection.ask(StopJobs, jobs=[], reason="goes on in another trainer", timeout=MOVE_SECONDS)
+        self._hang_up()
+        self._actions.extend(self._machine.handle(suspects.Moved()))
+
+    def _hang_up(self) -> None:
+        """What the trainer says from now on of this client's jobs does not matter: they go on elsewhere."""
+        assert self._trainer is not None
+        assert self._connection is not None
+        self._finder.leave(self._trainer.directory)
+        self._connection.close()
+        self._trainer.release()
+        self._trainer.wait_gone(HANG_UP_SECONDS)
+        self._trainer = self._connection = None
+
+    def _look_elsewhere(self) -> None:
+        """While this client's own trainer waits for memory: whether another one has room now."""
+        own = self._trainer
+        if self._answered_once or not isinstance(own, Spawned) or self._closed or not self.config.join_key:
+            self._finder.cancel()
+            return
+        if self.config.gpu is None:
+            return  # nothing to wait for
+        if not self._finder.asking:
+            if time.monotonic() < self._next_switch:
+                return
+            self._next_switch = time.monotonic() + SWITCH_SECONDS
+            assert self._connection is not None
+            if not any(status.position for status in self._connection.jobs()):
+                return  # it has its memory and loads the base
+            self._finder.switch(own)
+        found = self._finder.poll_switch()
+        if found is not None:
+            jobs = tuple(job for jobs in self._waiting.values() for job in jobs)
+            self._hang_up()
+            self._here, self._waiting = set(), {}
+            self._use(found, jobs)
 
     def _submit(self, jobs: tuple[str, ...]) -> None:
         if not jobs:
@@ -205,6 +334,7 @@ class Supervisor:
         if reply is None:
             return
         jobs = self._waiting.pop(request_id)
+        self._answered_once = True
         if isinstance(reply, Refused):
             failed = dict.fromkeys(jobs, reply.reason)
         else:
@@ -255,14 +385,18 @@ class Supervisor:
         for job in self._by_name:
             if job not in self._here:
                 self._end(job, "stopped", "stopped before it was started")
+        self._finder.cancel()
+        self._searching = None
         if self._connection is None or self._trainer is None:
             return
+        if not self._answered_once:
+            # The base is still being loaded, perhaps for minutes. Hanging up is enough: the trainer drops
+            # these jobs, and ends when nobody else uses it.
+            for job in self._here:
+                self._end(job, "stopped", "stopped before it was started")
+            return
         try:
-            if self._waiting:
-                # The base is still being loaded, perhaps for minutes, or jobs are being admitted.
-                self._trainer.process.terminate()
-            else:
-                self._connection.send(StopJobs, jobs=[], reason="stopped by the user")
+            self._connection.send(StopJobs, jobs=[], reason="stopped by the user")
         except TrainerGone:
             self._died()
 
@@ -286,8 +420,9 @@ class Supervisor:
         if ended_in_order is None and code in (EXIT_OK, EXIT_SIGTERM):
             ended_in_order = ExitRecord(code=code, reason="it could not write down why")  # a full disk
         in_flight = read_breadcrumb(trainer.directory)
+        take_over(trainer.directory, list(self._by_name))
         trainer.release()
-        remove_trainer_dir(trainer.directory)
+        leave_dead(trainer.directory)
         self._actions.clear()
         self._here = set()
         if self._machine.done:
@@ -314,14 +449,19 @@ class Supervisor:
 
     def _leave(self) -> None:
         """Hangs up, which ends the trainer unless others use it, and waits for it."""
+        self._finder.cancel()
+        others = 0
         if self._connection is not None:
+            if self._answered_once and not self.table.active():
+                with contextlib.suppress(GshareError):
+                    others = self._connection.others()
             self._connection.close()
         if self._trainer is not None:
             self._trainer.release()
-            if self.table.active():
-                return  # leaving at once: the trainer stops these by itself
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._trainer.process.wait(EXIT_WAIT_SECONDS)
+            if self.table.active() or others:
+                return  # leaving at once: the trainer stops these by itself; or others use it
+            self._trainer.wait_gone(EXIT_WAIT_SECONDS)
+            leave_dead(self._trainer.directory)
 
     def _code(self) -> int:
         states = {status.state for status in self.table.all()}

@@ -24,45 +24,25 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import msgspec
-from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError, RetryLater
-from gshare.agent.jobs.events import (
-    DURABLE,
-    ENDED,
-    Event,
-    JobChanged,
-    TrainerMessage,
-)
-from gshare.agent.jobs.names import check_name
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGTERM, GshareError
+from gshare.agent.jobs.events import DURABLE, ENDED, Event, JobChanged, TrainerMessage
 from gshare.agent.service.admission import admit, waiting_line
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import Breadcrumb
+from gshare.agent.service.desk import Desk, Runner
 from gshare.agent.service.environment import trainer_environment
 from gshare.agent.service.journal import Journal
 from gshare.agent.service.log_stream import forgive_output
-from gshare.agent.service.output_dir import OutputClaim, RunRecord
-from gshare.agent.service.protocol import (
-    PROTOCOL_VERSION,
-    Done,
-    JobStatus,
-    PauseJobs,
-    ResumeJobs,
-    Shutdown,
-    StopJobs,
-    SubmitJobs,
-    TrainerHello,
-)
+from gshare.agent.service.protocol import PROTOCOL_VERSION, JobStatus, SubmitJobs, TrainerHello
 from gshare.agent.service.registry import (
     LOCK,
     SUPERVISOR,
     ExitRecord,
     FinishedJob,
     TrainerConfig,
-    append_line,
-    is_held,
+    is_shared,
     not_recorded,
     read_json,
     record_finished,
@@ -85,21 +65,6 @@ _IDLE_POLL = 0.05
 _TRACE_FLUSH = 5.0
 
 
-class Runner(Protocol):
-    """The engine as the trainer drives it; `gshare.agent.train.runner.Runner` is the real one.
-
-    It is made with `reservation` and `may_grow` only where something was reserved, and with `tracer` only
-    where a trace was asked for.
-    """
-
-    def admit(self, request: JobRequest) -> None: ...
-    def stop(self, job: str, reason: str) -> None: ...
-    def pause(self, job: str) -> None: ...
-    def resume(self, job: str) -> None: ...
-    def run_round(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class _Ended(BaseException):
     """Ends a trainer without a base; no Exception, so that no handler on the way takes it for an error."""
 
@@ -115,8 +80,6 @@ class Trainer:
         self._directory = directory
         self._config = config
         self._table = JobTable()
-        self._owner: dict[str, int | None] = {}  # job → key of its connection; None: detached
-        self._claims: dict[str, OutputClaim] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._crumb = Breadcrumb(directory)
         self._journal = Journal(directory / "journal.jsonl", directory.name)
@@ -127,19 +90,30 @@ class Trainer:
             self._table.listed,
             self._commands,
             self._arrived,
+            self._client_left,
         )
-        self._waiting = WaitingRoom(self._ended_waiting)
-        self._runner: Runner | None = None
+        self._desk = Desk(
+            directory,
+            config,
+            self._table,
+            reply=self._server.reply,
+            on_event=self._on_event,
+            warn=self._warn,
+            last_seq=lambda: self._journal.last_seq,
+        )
+        self._waiting = WaitingRoom(self._desk.ended_early)
+        self._queued = ""  # where it stands in the queue for GPU memory
+        self._loading = False
+        self._detached = False  # a client has left jobs here that go on without it
         self._reservation: Reservation | None = None
         self._tracer = Tracer() if config.trace else DISABLED
         self._trace: TraceFile | None = None
         self._flushed = 0.0
         self._alone_since = time.monotonic()  # while it waits for GPU memory
         self._fingerprint: dict[str, str] = {}
-        self._base: str | None = None
         self._warned: set[str] = set()
         self._terminating = False
-        self._shutdown = False
+        self._leaving = False
 
     def listen(self) -> None:
         """To be called before `run`. Raises `OSError` when the socket cannot be made."""
@@ -148,10 +122,12 @@ class Trainer:
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._tracer.enabled:
             self._trace = TraceFile(trace_path(self._directory.name), self._tracer)
         try:
+            # Inside: what they raise may come at once.
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            signal.signal(signal.SIGUSR1, self._on_nobody_left)
             self._load(self._reserve())
             code, reason = self._work()
         except GshareError as error:
@@ -160,8 +136,9 @@ class Trainer:
             code, reason = error.exit_code, str(error)
         except _Ended as end:
             code, reason = end.code, end.reason
-        if self._runner is not None:
-            self._runner.close()
+        self._leaving = True
+        if self._desk.runner is not None:
+            self._desk.runner.close()
         return self._leave(code, reason)
 
     def _reserve(self) -> dict[str, Any]:
@@ -178,10 +155,13 @@ class Trainer:
             tracer=self._tracer,
         )
         self._table.waits(0, "")
+        self._queued = ""
+        self._desk.parts.reservation = self._reservation
         return {"device": device, "reservation": self._reservation, "may_grow": config.gpu.may_grow}
 
     def _on_place(self, queued: Queued) -> None:
-        self._table.waits(queued.decision.position, waiting_line(queued))
+        self._queued = waiting_line(queued)
+        self._table.waits(queued.decision.position, self._queued)
 
     def _while_waiting(self) -> None:
         """Between two looks at the queue: serves the clients, and ends the trainer when nobody waits."""
@@ -202,22 +182,18 @@ class Trainer:
         elif now - self._alone_since >= self._config.first_client_seconds:
             raise _Ended(EXIT_OK, "no client ever connected")
 
-    def _ended_waiting(self, job: JobRequest, client: str, reason: str) -> None:
-        """A job that ends before there was an engine: nothing of it was written."""
-        name = job.spec.name
-        self._table.add(JobStatus(job=name, state="queued", client=client, output_dir=job.spec.output_dir))
-        self._table.decided(name)
-        self._on_event(JobChanged(job=name, state="stopped", step=0, total_steps=0, reason=reason))
-
     def _load(self, where: dict[str, Any]) -> None:
         config = self._config
         if self._tracer.enabled:
             where = {**where, "tracer": self._tracer}
         module, _, name = config.runner.partition(":")
         # By name: nothing on this side of the engine may import torch, and the tests bring their own.
+        self._loading = True
+        if self._nobody_left:
+            raise _Ended(EXIT_OK, "no client was left when its base was to be loaded")
         with self._tracer.span("Load", model=config.model):
             make: Callable[..., Runner] = getattr(importlib.import_module(module), name)
-            self._runner = make(
+            runner = make(
                 model_dir=Path(config.model_dir),
                 base_dtype=config.base_dtype,
                 schedule=config.schedule,
@@ -227,28 +203,31 @@ class Trainer:
                 on_pass=self._crumb.write,
                 **where,
             )
-        self._base = base_identity(Path(config.model_dir))
+        self._loading = False
+        self._desk.base = base_identity(Path(config.model_dir))
         self._fingerprint = {
-            str(key): str(value) for key, value in getattr(self._runner, "fingerprint", {}).items()
+            str(key): str(value) for key, value in getattr(runner, "fingerprint", {}).items()
         }
+        self._desk.runner = runner
 
     def _work(self) -> tuple[int, str]:
         """Rounds until there is nothing left to do: `(exit code, reason)`."""
-        assert self._runner is not None
+        desk, runner = self._desk, self._desk.runner
+        assert runner is not None
         idle_since = started = time.monotonic()
         busy = False
         for command in self._waiting.kept():
-            self._apply(command)
+            desk.apply(command)
         while True:
             self._flush_trace()
             self._apply_commands(wait=not busy)
             if self._terminating:
-                self._stop(self._table.active(), "the trainer was asked to stop (SIGTERM)")
+                desk.stop(self._table.active(), "the trainer was asked to stop (SIGTERM)")
                 return EXIT_SIGTERM, "SIGTERM"
-            if self._shutdown:
-                self._stop(self._table.active(), "the trainer was shut down")
+            if desk.shutdown:
+                desk.stop(self._table.active(), "the trainer was shut down")
                 return EXIT_OK, "shut down by a client"
-            busy = self._runner.run_round()
+            busy = runner.run_round()
             now = time.monotonic()
             if busy or self._server.clients or self._table.active():
                 idle_since = now
@@ -260,8 +239,7 @@ class Trainer:
 
     def _leave(self, code: int, reason: str) -> int:
         self._crumb.write(())
-        for claim in self._claims.values():
-            claim.release()
+        self._desk.release()
         if self._reservation is not None:
             # What the driver frees only with the process counts as used outside the ledger until then.
             self._reservation.release()
@@ -272,16 +250,35 @@ class Trainer:
         self._server.close()
         self._journal.close()
         self._crumb.close()
-        if not is_held(self._directory / SUPERVISOR):
+        if not is_shared(self._directory / SUPERVISOR):
             remove_trainer_dir(self._directory)
         return code
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self._runner is None:
-            raise _Ended(
-                EXIT_SIGTERM, "SIGTERM"
-            )  # loading may take minutes, and there is nothing to checkpoint yet
         self._terminating = True
+        if self._desk.runner is None:
+            # Loading may take minutes, and there is nothing to checkpoint yet.
+            self._end_now(EXIT_SIGTERM, "SIGTERM")
+
+    def _client_left(self, connection: Connection) -> None:
+        """From the server's thread. The main thread may be loading the base, for minutes and for nobody."""
+        self._detached |= connection.detached
+        if self._loading and self._nobody_left:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def _on_nobody_left(self, number: int, frame: FrameType | None) -> None:
+        if self._loading and self._nobody_left:
+            self._end_now(EXIT_OK, "its clients left while it loaded the base")
+
+    def _end_now(self, code: int, reason: str) -> None:
+        """From a signal's handler, once: what it raises must not come again while the trainer leaves."""
+        if not self._leaving:
+            self._leaving = True
+            raise _Ended(code, reason)
+
+    @property
+    def _nobody_left(self) -> bool:
+        return self._server.ever_connected and not self._server.clients and not self._detached
 
     def _hello(self) -> TrainerHello:
         config = self._config
@@ -294,8 +291,13 @@ class Trainer:
             base_dtype=config.base_dtype,
             schedule=config.schedule,
             journal_id=self._journal.journal_id,
-            ready=self._runner is not None,
+            ready=self._desk.runner is not None,
             fingerprint=self._fingerprint,
+            last_seq=self._journal.last_seq,
+            joinable=self._desk.open,
+            waiting=self._queued,
+            gpu=self._reservation.device.uuid if self._reservation is not None else "",
+            jobs=[status.job for status in self._table.listed() if status.state not in ENDED],
         )
 
     def _say(self, level: Literal["info", "warning"], text: str) -> None:
@@ -316,9 +318,7 @@ class Trainer:
         if isinstance(event, TrainerMessage):
             print(f"{event.level}: {event.job + ': ' if event.job else ''}{event.text}", flush=True)
         if isinstance(event, JobChanged) and event.state in ENDED and status is not None:
-            claim = self._claims.pop(event.job, None)
-            if claim is not None:
-                claim.release()
+            self._desk.job_ended(event.job)
             record = FinishedJob(status=status, ended=time.time(), trainer_id=self._directory.name)
             try:
                 record_finished(record)
@@ -351,111 +351,7 @@ class Trainer:
             except queue.Empty:
                 return
             wait = False
-            self._apply(command)
-
-    def _apply(self, command: Command) -> None:
-        assert self._runner is not None
-        runner = self._runner
-        connection, request = command.connection, command.request
-        if request is None:
-            self._client_left(connection)
-            return
-        done: list[str] = []
-        failed: dict[str, str] = {}
-        busy: list[str] = []
-        if isinstance(request, SubmitJobs):
-            for job in request.jobs:
-                try:
-                    self._admit(job, connection)
-                    done.append(job.spec.name)
-                except GshareError as error:
-                    failed[job.spec.name] = str(error)
-                    if isinstance(error, RetryLater):
-                        busy.append(job.spec.name)
-                finally:
-                    self._table.decided(job.spec.name)
-        elif isinstance(request, StopJobs):
-            own = [job for job, owner in self._owner.items() if owner == connection.key]
-            reason = request.reason or f"stopped by {connection.client}"
-            done, failed = self._stop(request.jobs or own, reason)
-        elif isinstance(request, PauseJobs):
-            for job in request.jobs:
-                self._try(job, done, failed, lambda job=job: self._known(job) and runner.pause(job))
-        elif isinstance(request, ResumeJobs):
-            for job in request.jobs:
-                self._try(job, done, failed, lambda job=job: self._known(job) and runner.resume(job))
-        elif isinstance(request, Shutdown):
-            self._shutdown = True
-        self._server.reply(connection, Done(reply_to=request.id, jobs=done, failed=failed, busy=busy))
-
-    def _stop(self, jobs: Sequence[str], reason: str) -> tuple[list[str], dict[str, str]]:
-        assert self._runner is not None
-        runner = self._runner
-        done: list[str] = []
-        failed: dict[str, str] = {}
-        for job in jobs:
-            self._try(job, done, failed, lambda job=job: self._known(job) and runner.stop(job, reason))
-        return done, failed
-
-    @staticmethod
-    def _try(job: str, done: list[str], failed: dict[str, str], action: Callable[[], object]) -> None:
-        try:
-            action()
-            done.append(job)
-        except GshareError as error:
-            failed[job] = str(error)
-
-    def _known(self, job: str) -> bool:
-        """True for a job that is here and has not ended; else `GshareError`."""
-        status = self._table.get(job)
-        if status is None:
-            raise GshareError(f"job {job} is not in this trainer")
-        if status.state in ENDED:
-            raise GshareError(f"job {job} has ended: {status.state}")
-        return True
-
-    def _admit(self, request: JobRequest, connection: Connection) -> None:
-        assert self._runner is not None
-        spec = request.spec
-        check_name(spec.name, what="job")
-        if spec.name in self._table.active():
-            raise GshareError(f"job {spec.name}: a job of this name runs in this trainer; choose another")
-        claim = OutputClaim(self._run_record(request), resume=request.resume)
-        status = JobStatus(
-            job=spec.name, state="queued", client=connection.client, output_dir=spec.output_dir
-        )
-        self._table.add(status)
-        self._claims[spec.name] = claim
-        self._owner[spec.name] = None if connection.detached else connection.key
-        try:
-            append_line(self._directory / "jobs.jsonl", status)
-        except OSError as error:
-            self._warn(f"{self._directory}: {error.strerror}; a crash may go unexplained")
-        try:
-            self._runner.admit(msgspec.structs.replace(request, client=connection.client))
-        except GshareError:
-            self._table.remove(spec.name)
-            self._claims.pop(spec.name, claim).undo()
-            del self._owner[spec.name]
-            raise
-
-    def _run_record(self, request: JobRequest) -> RunRecord:
-        return RunRecord(
-            model=self._config.model,
-            base_dtype=self._config.base_dtype,
-            base=self._base,
-            spec=request.spec,
-            train_hash=request.train_hash,
-            val_hash=request.val_hash,
-        )
-
-    def _client_left(self, connection: Connection) -> None:
-        jobs = [job for job, owner in self._owner.items() if owner == connection.key]
-        if connection.detached:
-            self._owner.update(dict.fromkeys(jobs, None))
-            return
-        active = set(self._table.active())
-        self._stop([job for job in jobs if job in active], "its client left")
+            self._desk.apply(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,16 @@ from collections.abc import Callable
 
 import msgspec
 from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.service.protocol import Done, PauseJobs, ResumeJobs, Shutdown, StopJobs, SubmitJobs
+from gshare.agent.service.protocol import (
+    Done,
+    JoinTrainer,
+    OpenTrainer,
+    PauseJobs,
+    ResumeJobs,
+    Shutdown,
+    StopJobs,
+    SubmitJobs,
+)
 from gshare.agent.service.server import Command, Connection
 
 #: Told of a job that ends before it began: its request, the name of its client, and why.
@@ -30,6 +39,7 @@ class WaitingRoom:
     def __init__(self, ended: Ended) -> None:
         self._ended = ended
         self._kept: list[tuple[Connection, SubmitJobs]] = []
+        self._joins: list[tuple[Connection, JoinTrainer]] = []
         self._answers: list[Answer] = []
         self._owners: list[Connection] = []  # connected clients that have brought jobs: they may bring more
         self._had_jobs = False
@@ -42,11 +52,12 @@ class WaitingRoom:
 
     @property
     def over(self) -> bool:
-        """Jobs have come, none is left, nor a client that brought one; or a client has shut the trainer down.
+        """Jobs have come, none is left, nor a client that brought one or wants to; or a client has shut the
+        trainer down.
 
         Who only follows or lists does not count: the memory would be waited for in vain.
         """
-        return self._shut_down or (self._had_jobs and not self.jobs and not self._owners)
+        return self._shut_down or (self._had_jobs and not self.jobs and not self._owners and not self._joins)
 
     def answers(self) -> list[Answer]:
         """The answers not given out yet."""
@@ -54,9 +65,11 @@ class WaitingRoom:
         return taken
 
     def kept(self) -> list[Command]:
-        """The submissions, for the trainer to apply; the room is empty afterwards."""
-        kept, self._kept = self._kept, []
-        return [Command(connection, submit) for connection, submit in kept]
+        """The submissions, then who wants to join, for the trainer to apply; the room is empty afterwards."""
+        kept: list[Command] = [Command(connection, request) for connection, request in self._kept]
+        kept += [Command(connection, request) for connection, request in self._joins]
+        self._kept, self._joins = [], []
+        return kept
 
     def take(self, command: Command) -> None:
         connection, request = command.connection, command.request
@@ -67,10 +80,14 @@ class WaitingRoom:
             if connection not in self._owners:
                 self._owners.append(connection)
             self._kept.append((connection, request))
+        elif isinstance(request, JoinTrainer):
+            self._joins.append((connection, request))
         elif isinstance(request, StopJobs):
             self._stop(connection, request)
         elif isinstance(request, (PauseJobs, ResumeJobs)):
             self._refuse(connection, request)
+        elif isinstance(request, OpenTrainer):
+            self._answers.append((connection, Done(reply_to=request.id)))  # nothing has run: on trial still
         elif isinstance(request, Shutdown):
             self._shut_down = True
             self._end(lambda owner, name: True, "the trainer was shut down")
@@ -79,6 +96,7 @@ class WaitingRoom:
     def _client_left(self, connection: Connection) -> None:
         if connection in self._owners:
             self._owners.remove(connection)
+        self._joins = [one for one in self._joins if one[0] is not connection]
         if not connection.detached:
             self._end(lambda owner, name: owner is connection, "its client left")
 

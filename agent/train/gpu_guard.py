@@ -58,6 +58,10 @@ class Memory(Protocol):
         """Allocate so much in one piece and give it back to the cache; False when it cannot be had."""
         ...
 
+    def give_back(self) -> None:
+        """Give free blocks of the cache back to the device."""
+        ...
+
 
 class CudaMemory:
     """One CUDA device through torch."""
@@ -91,6 +95,9 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)  # the claim is no use of ours
         return True
 
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
 
 class HostMemory:
     """Main memory in a GPU's place: what the process has grown by since the guard began."""
@@ -121,6 +128,9 @@ class HostMemory:
 
     def claim(self, mb: int) -> bool:
         return True
+
+    def give_back(self) -> None:
+        pass
 
 
 class NoGuard:
@@ -162,10 +172,8 @@ class GpuGuard(NoGuard):
         self._problem = ""
         self._measured = False
         self._context_mb = self._start() if memory.is_gpu else 0
-        cap = self._set_cap()
-        free = cap.mb - SMALL_MB - memory.held_mb()
-        if memory.is_gpu and reservation.device.memory_type == "discrete" and free > 0:
-            self._claim(free)
+        self._cap_and_claim()
+        reservation.on_budget = self._budget_changed
 
     def record(self, phase: str) -> None:
         try:
@@ -234,6 +242,19 @@ class GpuGuard(NoGuard):
         context = mine - self._memory.held_mb()
         self._measured = context > 0
         return context if self._measured else CONTEXT_MB
+
+    def _budget_changed(self) -> None:
+        """A client has come or gone. What was claimed for one that is gone goes back to the device first: the
+        cap would not take it out of torch's cache."""
+        self._memory.give_back()
+        self._cap_and_claim()
+        self.record("clients")
+
+    def _cap_and_claim(self) -> None:
+        cap = self._set_cap()
+        free = cap.mb - SMALL_MB - self._memory.held_mb()
+        if self._memory.is_gpu and self._reservation.device.memory_type == "discrete" and free > 0:
+            self._claim(free)
 
     def _set_cap(self) -> Cap:
         total = self._memory.total_mb()

@@ -82,6 +82,15 @@ def with_allowance(tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes / 2**20 * (1 + FRAGMENTATION)) + CONTEXT_MB + WORKSPACE_MB
 
 
+def with_fragmentation(tensor_bytes: int) -> int:
+    """MiB for tensors in a process that has its context and workspaces already.
+
+    >>> with_fragmentation(1000 * 2**20)
+    1100
+    """
+    return math.ceil(tensor_bytes / 2**20 * (1 + FRAGMENTATION))
+
+
 def parse_duration(text: str | float, *, what: str = "--for") -> float:
     """Seconds. A bare number is seconds; zero and below, NaN and more than a year are a UsageError.
 

@@ -82,6 +82,8 @@ class Reservation:
         self._warned: set[str] = set()
         self._told_put_back = False
         self._open = True
+        #: Told after the budget has become another: what caps an allocator under it.
+        self.on_budget: Callable[[], None] = lambda: None
         #: How long a change waits for the ledger's lock, seconds; whoever has to look at something else
         #: meanwhile sets less.
         self.lock_s = LOCK_SECONDS
@@ -153,16 +155,19 @@ class Reservation:
                 raise UsageError(f"reservation {self.id}: {mb} MiB less leaves {left}, clients have {parts}")
             self._change(lambda row: _with_budget(row, left))
 
-    def set_client(self, name: str, budget_mb: int | None) -> None:
+    def set_client(self, name: str, budget_mb: int | None, *, inside_mb: int = 0) -> None:
         """Add, change or (None) remove the part of one client; the row's budget follows.
 
-        When a client leaves, the peak is measured anew from the next `record_use` on. RetryLater, and no
-        change, when a larger part does not fit now.
+        `inside_mb` of the change are in the row's budget whoever's they are: so much less is asked for when
+        a part comes, and so much stays when it goes. When a client leaves, the peak is measured anew from the
+        next `record_use` on. RetryLater, and no change, when a larger part does not fit now.
         """
         assert budget_mb is None or budget_mb > 0
         with self._lock:
             old = next((client.budget_mb for client in self.row.clients if client.name == name), 0)
             delta = (budget_mb or 0) - old
+            assert 0 <= inside_mb <= abs(delta)
+            delta += inside_mb if delta < 0 else -inside_mb
             others = tuple(client for client in self.row.clients if client.name != name)
             added = () if budget_mb is None else (Client(name=name, budget_mb=budget_mb),)
 
@@ -173,6 +178,8 @@ class Reservation:
             self._change(change, ask_mb=self._beyond(delta) if delta > 0 else 0)
             if budget_mb is None and old:
                 self._measure_anew = True
+            if delta:
+                self.on_budget()
 
     def record_use(self, phase: str, mb: int) -> None:
         """Write down that `mb` MiB are in use after `phase` (load, first_step, eval, save, …).
