@@ -67,17 +67,17 @@ class Curve:
         self.last = (self._steps[self.size - 1], self._values[self.size - 1]) if self.size else None
         self._skipped = 0
 
-    def replace(self, points: Iterable[tuple[int, float]]) -> None:
-        """`points` (by step) in the place of everything up to the last of them."""
+    def merge(self, points: Iterable[tuple[int, float]]) -> None:
+        """`points` (by step) in the place of what lies between the first and the last of them."""
+        new = list(points)
+        if not new:
+            return
         old = self.points()
-        self.cut(0)
-        self._stride, self._skipped, end = 1, 0, -1
-        for step, value in points:
+        before = [point for point in old if point[0] < new[0][0]]
+        after = [point for point in old if point[0] > new[-1][0]]
+        self.size, self._stride, self._skipped, self.last = 0, 1, 0, None
+        for step, value in (*before, *new, *after):
             self.add(step, value)
-            end = step
-        for step, value in old:
-            if step > end:
-                self.add(step, value)
 
     def steps(self) -> list[int]:
         """Of the points kept and of `last`."""

@@ -189,16 +189,20 @@ class NodeState(_Frame, frozen=True, kw_only=True, tag="node_state"):
 
 
 class Message(_Frame, frozen=True, kw_only=True, tag="message"):
-    """A line for people; `job` and `node` when it is about one."""
+    """A line of the journal; `job` and `node` when it is about one.
+
+    `kind` is another than "message" for what happened before we came: it is told, and changes nothing.
+    """
 
     level: Level
     text: str
+    kind: str = "message"
     job: str = ""
     node: str = ""
 
 
 class History(_Frame, frozen=True, kw_only=True, tag="history"):
-    """Earlier points of a job's curves, (step, loss) by step; they replace what is up to the last."""
+    """Earlier points of a job's curves, (step, loss) by step; they replace what lies between the first and the last."""
 
     job: str
     train: tuple[tuple[int, float], ...] = ()

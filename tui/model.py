@@ -116,13 +116,11 @@ class State:
         elif isinstance(frame, NodeState):
             self._node_state(frame, changes)
         elif isinstance(frame, Message):
-            self._tell(frame, frame.level, "message", frame.text, changes)
+            self._tell(frame, frame.level, frame.kind, frame.text, changes)
         elif isinstance(frame, History):
             job = self._job(frame.job, frame.received, changes)
-            if frame.train:
-                job.train.replace(frame.train)
-            if frame.val:
-                job.val.replace(frame.val)
+            job.train.merge(frame.train)
+            job.val.merge(frame.val)
         else:
             self._journal(frame, changes)
         self.time, self.received = frame.time, frame.received
