@@ -278,4 +278,5 @@ class ApiServer:
             journal_id=ring.journal_id,
             next_seq=client.seq + 1,
             gap=after < ring.first_seq - 1,
+            last_seq=ring.last_seq,
         )

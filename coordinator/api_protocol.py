@@ -334,6 +334,7 @@ class FollowingCluster(_Message, frozen=True, kw_only=True, tag="following"):
     journal_id: str
     next_seq: int
     gap: bool
+    last_seq: int = 0  # the newest there is: what comes up to it is older than this answer
 
 
 class Reloaded(_Message, frozen=True, kw_only=True, tag="reloaded"):

@@ -202,7 +202,7 @@ class Message(_Frame, frozen=True, kw_only=True, tag="message"):
 
 
 class History(_Frame, frozen=True, kw_only=True, tag="history"):
-    """Earlier points of a job's curves, (step, loss) by step; they replace what lies between the first and the last."""
+    """Earlier points of a job's curves, (step, loss) by step, in the place of what lies between them."""
 
     job: str
     train: tuple[tuple[int, float], ...] = ()

@@ -6,7 +6,7 @@
 
 Both protocols have requests with `id`, replies with `reply_to`, and refusals with `reason`. Ten thousand
 small messages a second would wake the loop as often: after each read the link leaves the socket alone for
-`PAUSE_SECONDS` and takes what has gathered at once. Who sends is held up by its full socket meanwhile, not us.
+`PAUSE_SECONDS` and takes what has gathered at once. A full socket holds up the sender, not us.
 """
 
 from __future__ import annotations
