@@ -72,7 +72,7 @@ def curves(lines: Iterable[str | bytes]) -> tuple[list[tuple[int, float]], list[
 
 
 def list_directory(directory: Path) -> list[FileRow]:
-    """The files below `directory`, two levels deep, by name; hidden ones left out. GshareError: none there."""
+    """The files below `directory`, two levels deep, by name; no hidden ones. GshareError: none there."""
     found: list[FileRow] = []
 
     def look(folder: Path, prefix: str, depth: int) -> None:
