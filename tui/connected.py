@@ -13,6 +13,7 @@ import contextlib
 import random
 import time
 from abc import abstractmethod
+from collections.abc import Coroutine
 from typing import Any
 
 from gshare.agent.errors import GshareError, UsageError
@@ -137,3 +138,18 @@ class ConnectedSource(SourceBase):
                 self.say("stale", f"nothing heard for {quiet:.0f} s")
             elif self._said == "stale" and quiet <= self.stale_seconds:
                 self.say("live")
+
+
+async def until_gone(gone: Coroutine[Any, Any, str], *work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until the connection ends (`gone` says why: GshareError) or one of it fails."""
+    ending = asyncio.ensure_future(gone)
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        done, _ = await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {ending}:
+            task.result()  # raises what ended it
+        raise GshareError(await ending)
+    finally:
+        for task in (ending, *tasks):
+            task.cancel()
+        await asyncio.gather(ending, *tasks, return_exceptions=True)

@@ -50,7 +50,7 @@ from gshare.coordinator.api_protocol import (
     StopClusterJobs,
 )
 from gshare.tui import frames as f
-from gshare.tui.connected import ConnectedSource, Hopeless
+from gshare.tui.connected import ConnectedSource, Hopeless, until_gone
 from gshare.tui.job_files import curves, list_directory
 from gshare.tui.past import past_message
 from gshare.tui.socket_link import SocketGone, SocketLink
@@ -72,8 +72,10 @@ class CoordinatorSource(ConnectedSource):
     kind = "coordinator"
     can = frozenset({"stop", "pause", "resume", "retry", "log", "history", "files"})
 
-    def __init__(self, state_dir: Path, **options: Any) -> None:
+    def __init__(self, state_dir: Path, *, cluster: Path | None = None, **options: Any) -> None:
+        """`cluster`: the file that the coordinator there has to be of; None: any."""
         super().__init__(**options)
+        self._cluster = cluster
         self._path = state_dir / SOCKET
         self.title = "cluster"
         self.detail = str(state_dir)
@@ -81,6 +83,7 @@ class CoordinatorSource(ConnectedSource):
         self._journal_id = ""
         self._seq = 0
         self._old_seq = 0  # durable events up to here happened before we followed
+        self._held: list[ClusterEventFrame] | None = None  # those that came while the lists were asked for
         self._jobs: dict[str, JobRow] = {}
         self._refresh = asyncio.Event()
         self._orders_wanted = True
@@ -100,30 +103,24 @@ class CoordinatorSource(ConnectedSource):
             raise Hopeless(str(error)) from None
         link = self._link
         try:
+            if self._cluster is not None and Path(welcome.cluster) != self._cluster:
+                raise Hopeless(
+                    f"the coordinator at {self._path} is of {welcome.cluster}, not of {self._cluster}; name "
+                    "that file with --cluster, or another --state-dir"
+                )
             self.title = f"cluster {Path(welcome.cluster).stem}" if welcome.cluster else "cluster"
             self.detail = f"coordinator {welcome.pid}, {welcome.cluster}"
             self.tell_found()
             await self._catch_up(link)
             self.say("live")
-            polling = [
-                asyncio.create_task(self._poll_nodes(link)),
-                asyncio.create_task(self._poll_jobs(link)),
-            ]
-            try:
-                gone = asyncio.create_task(link.wait_gone())
-                done, _ = await asyncio.wait({gone, *polling}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {gone}:
-                    task.result()
-                raise SocketGone(await gone)
-            finally:
-                for task in polling:
-                    task.cancel()
-                await asyncio.gather(*polling, return_exceptions=True)
+            await until_gone(link.wait_gone(), self._poll_nodes(link), self._poll_jobs(link))
         finally:
             self._link = None
             await link.close()
 
     async def _catch_up(self, link: SocketLink) -> None:
+        # Events may come in the same read as the answer that says which of them are old.
+        held = self._held = []
         following = await link.ask(
             FollowingCluster, FollowCluster, journal_id=self._journal_id, after_seq=self._seq
         )
@@ -136,6 +133,9 @@ class CoordinatorSource(ConnectedSource):
         await self._ask_jobs(link)
         await self._ask_nodes(link)
         await self._ask_evaluations(link)
+        self._held = None
+        for message in held:
+            self._durable(message)
 
     # --- what it tells
 
@@ -147,12 +147,18 @@ class CoordinatorSource(ConnectedSource):
             if isinstance(event, JobEvent) and isinstance(event.event, Stepped):
                 self.coalescer.add(event.event.job, event.event, message.time or time.time())
             return
+        if self._held is not None:
+            self._held.append(message)
+        else:
+            self._durable(message)
+
+    def _durable(self, message: ClusterEventFrame) -> None:
         self._seq = message.seq
         moment = self.now(message.time)
         if message.seq <= self._old_seq:
-            self.emit(_past(event, moment))
+            self.emit(_past(message.event, moment))
         else:
-            self._event(event, moment)
+            self._event(message.event, moment)
 
     def _event(self, event: ClusterEvent, moment: dict[str, Any]) -> None:
         if isinstance(event, JobEvent):
