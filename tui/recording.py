@@ -68,7 +68,7 @@ class Chunk:
 
 
 class Recorder:
-    """Writes what `write` is given. A disk that is full ends the recording, not the dashboard: see `problem`."""
+    """Writes what `write` is given. A full disk ends the recording, not the dashboard: see `problem`."""
 
     def __init__(self, path: Path, started: float, title: str = "") -> None:
         """A new file. UsageError: there is one already, or it cannot be made there."""
@@ -181,10 +181,8 @@ class Recording:
                     f"--replay {path}: holds nothing: its recording ended before the first frame"
                 )
             self.start = self.chunks[0].time
-            last = next(
-                chunk for chunk in reversed(self.chunks) if not chunk.keyframe or len(self.chunks) == 1
-            )
-            self.end = self.frames(last)[-1].received
+            last = [chunk for chunk in self.chunks if not chunk.keyframe] or self.chunks
+            self.end = self.frames(last[-1])[-1].received
         except BaseException:
             self._file.close()
             raise
@@ -200,7 +198,7 @@ class Recording:
             if zlib.crc32(packed) != chunk.crc:
                 raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: wrong checksum")
             unpacker = zlib.decompressobj()
-            data = unpacker.decompress(packed, chunk.unpacked)
+            data = unpacker.decompress(packed, max(1, chunk.unpacked))  # 0 would mean: no bound
             found = _frames.decode(data)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: {error}") from None
@@ -236,8 +234,8 @@ class Recording:
             raise BadRecording(f"--replay {self.path}: its header cannot be read: {error}") from None
         if header.schema > SCHEMA:
             raise BadRecording(
-                f"--replay {self.path}: was made by gshare {header.gshare} (schema {header.schema}); this one "
-                f"knows schema {SCHEMA}: use that version or a newer one"
+                f"--replay {self.path}: was made by gshare {header.gshare} (schema {header.schema}); "
+                f"this one knows schema {SCHEMA}: use that version or a newer one"
             )
         return header
 

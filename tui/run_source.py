@@ -53,6 +53,7 @@ class _Run:
         self.key = key
         self.offset = 0
         self.rest = b""
+        self.behind = False  # the last look did not reach the end
         self.record: RunRecord | None = None
         self.step = 0
         self.total_steps = 0
@@ -72,6 +73,7 @@ class _Run:
                 data = file.read(READ_BYTES)
         except OSError:
             return []
+        self.behind = len(data) == READ_BYTES
         self.offset += len(data)
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
@@ -128,9 +130,7 @@ class RunSource(ConnectedSource):
         """UsageError: it is no directory."""
         super().__init__(**options)
         if not directory.is_dir():
-            raise UsageError(
-                f"--run {directory}: is no directory; name the output_dir of a job, or its parent"
-            )
+            raise UsageError(f"--run {directory}: is no directory; name that of a job, or its parent")
         self._directory = directory.absolute()
         self.title = f"run {directory.name or directory}"
         self.detail = str(self._directory)
@@ -170,9 +170,9 @@ class RunSource(ConnectedSource):
                     else str(directory.relative_to(self._directory))
                 )
                 run = self._runs[directory] = _Run(directory, name)
-            before = run.offset
+            before, behind = run.offset, run.behind
             lines = run.read()
-            read.append((run, lines, before == 0 or run.offset < before))
+            read.append((run, lines, before == 0 or behind or run.offset < before))
             view = run.look()
             changed |= view != run.view and (run.view is None or run.view.state != view.state)
             run.view = view
