@@ -138,9 +138,10 @@ class State:
             train, val = tuple(job.train.points()), tuple(job.val.points())
             if train or val:
                 found.append(History(time=time, received=received, job=job.job, train=train, val=val))
-        found.append(Journal(time=time, received=received, entries=tuple(self.entries)))
         if self.source is not None:
             found.append(self.source)
+        # Last: what the frames before it have told is in it already.
+        found.append(Journal(time=time, received=received, entries=tuple(self.entries)))
         return found
 
     # --- one method a frame
@@ -159,7 +160,7 @@ class State:
         self.nodes.clear()
         self.entries.clear()
         self.last_entry = 0
-        self.time = self.received = None
+        self.time = self.received = self.source = self.found = None
         self._ranked = None
         changes.reset = changes.rows = changes.urgent = True
 
