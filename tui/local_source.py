@@ -150,12 +150,13 @@ class LocalSource(ConnectedSource):
                 lambda message: self._take(trainer, message),
                 what="the trainer",
             )
+            await self._ask_jobs(trainer)
+            await self._list()
             # Beyond the newest: the answer says which one that is. Then all that is kept, as the past.
             journal = trainer.hello.journal_id
             newest = await trainer.link.ask(Following, Follow, journal_id=journal, after_seq=1 << 53)
             trainer.old_seq = newest.next_seq - 1
             await trainer.link.ask(Following, Follow)
-            await self._ask_jobs(trainer)
             self._changed.set()
             await trainer.link.wait_gone()
         except GshareError as error:

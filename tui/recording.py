@@ -8,8 +8,8 @@
 
 All numbers are big-endian. A keyframe holds the frames that build the whole state anew, so a seek reads one
 and what follows it. They are written at most every `KEYFRAME_SECONDS`, and not before the frames since the
-last one are twice as many bytes as it was: less than half of a recording is keyframes. A file that ends in the
-middle of a chunk (its writer was killed, the disk was full) is read up to there.
+last one are twice as many bytes as it was: less than half of a recording is keyframes. A file that ends in
+the middle of a chunk (its writer was killed, the disk was full) is read up to there.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class _Run:
         self.offset = 0
         self.rest = b""
         self.behind = False  # the last look did not reach the end
+        self.cut = False  # its file was shorter than before, which was not told yet
         self.record: RunRecord | None = None
         self.step = 0
         self.total_steps = 0
@@ -67,7 +68,7 @@ class _Run:
         try:
             with open(self.directory / METRICS, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset, self.rest = 0, b""
+                    self.offset, self.rest, self.cut = 0, b"", True
                     self.step, self.loss, self.val_loss, self.best = 0, None, None, None
                 file.seek(self.offset)
                 data = file.read(READ_BYTES)
@@ -174,12 +175,17 @@ class RunSource(ConnectedSource):
             lines = run.read()
             read.append((run, lines, before == 0 or behind or run.offset < before))
             view = run.look()
-            changed |= view != run.view and (run.view is None or run.view.state != view.state)
+            changed |= run.view is None or run.view.state != view.state or run.cut
             run.view = view
         return changed, read
 
     def _tell(self, changed: bool, read: list[tuple[_Run, list[MetricsLine], bool]]) -> None:
         moment = self.now()
+        for run, _, _ in read:
+            if run.cut:
+                run.cut = False
+                text = f"its metrics were cut back: it goes on after step {run.step}"
+                self.emit(f.JobState(**moment, job=run.key, state="running", step=run.step, reason=text))
         if changed:
             views = tuple(run.view for run in self._runs.values() if run.view is not None)
             self.emit(f.Snapshot(**moment, jobs=views, nodes=()))
