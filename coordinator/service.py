@@ -397,6 +397,7 @@ class Coordinator:
     # --- what sessions tell (`session.Hooks`)
 
     def deploying(self, node: str, text: str) -> None:
+        self._tell("info", f"{node}: {text}")
         self.feed(events.NodeDeploying(node=node, text=text))
 
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
