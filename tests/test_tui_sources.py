@@ -24,13 +24,23 @@ from gshare.agent.service.output_dir import RunRecord
 from gshare.agent.service.protocol import Detach, SubmitJobs
 from gshare.agent.service.registry import TrainerConfig, take_lock
 from gshare.agent.service.wire import WireError, encode
-from gshare.coordinator.api_protocol import FromCoordinator, ListClusterJobs, NodeRows
+from gshare.coordinator.api_protocol import (
+    ApiHello,
+    ApiWelcome,
+    ClusterEventFrame,
+    FromCoordinator,
+    JobEnded,
+    JobRows,
+    ListClusterJobs,
+    NodeRows,
+)
 from gshare.tui import frames as f
 from gshare.tui.agent_source import AgentSource, parse_address
 from gshare.tui.coordinator_source import CoordinatorSource
 from gshare.tui.finding import find_source
 from gshare.tui.local_source import LocalSource
 from gshare.tui.run_source import RunSource
+from gshare.tui.socket_link import SocketLink
 from gshare.tui.typed_frames import TypedReader
 from watching import Watched, watching
 
@@ -426,3 +436,39 @@ def test_two_sources_are_not_shown_at_once(tmp_path: Path) -> None:
         find_source(agent="a", run=tmp_path)
     with pytest.raises(UsageError, match="is no directory"):
         find_source(run=tmp_path / "nothing")
+
+
+def test_a_list_is_told_before_the_events_that_were_sent_after_it(tmp_path: Path) -> None:
+    """Reply and event in one segment: whoever awaits the reply alone would put the old list over the event."""
+
+    async def main() -> None:
+        order: list[str] = []
+        awaited: list[str] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(65536)
+            writer.write(encode(welcome))
+            await reader.read(65536)
+            event = ClusterEventFrame(journal_id="j", seq=1, event=JobEnded(job="a", state="stopped"))
+            writer.write(encode(JobRows(reply_to=1, jobs=[])) + encode(event))
+            await reader.read()
+
+        welcome = ApiWelcome(protocol=1, gshare="0", owner="o", pid=1, cluster="c", journal_id="j")
+        server = await asyncio.start_unix_server(serve, path=str(tmp_path / "s"))
+        hello = ApiHello(protocol=1, gshare="0", client="test")
+
+        def on_event(message: Any) -> None:
+            order.append("event")
+            awaited.append("event")
+
+        link, _ = await SocketLink.open(
+            tmp_path / "s", hello, ApiWelcome, FromCoordinator, on_event, what="it"
+        )
+        await link.ask(JobRows, ListClusterJobs, then=lambda rows: order.append("list"))
+        awaited.append("list")
+        assert order == ["list", "event"]
+        assert awaited == ["event", "list"]  # what `then` is for
+        await link.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -242,15 +242,20 @@ class CoordinatorSource(ConnectedSource):
             await self._ask_jobs(link)
 
     async def _ask_nodes(self, link: SocketLink) -> None:
-        rows = await link.ask(NodeRows, ListNodes)
-        self.emit(f.Snapshot(**self.now(), nodes=tuple(_node_view(row) for row in rows.nodes)))
+        def take(rows: NodeRows) -> None:
+            self.emit(f.Snapshot(**self.now(), nodes=tuple(_node_view(row) for row in rows.nodes)))
+
+        await link.ask(NodeRows, ListNodes, then=take)
 
     async def _ask_jobs(self, link: SocketLink) -> None:
         self._refresh.clear()
         orders, self._orders_wanted = self._orders_wanted, False
-        rows = await link.ask(JobRows, ListClusterJobs, orders=orders)
-        self._jobs = {row.job: row for row in rows.jobs}
-        self.emit(f.Snapshot(**self.now(), jobs=tuple(_job_view(row) for row in rows.jobs)))
+
+        def take(rows: JobRows) -> None:
+            self._jobs = {row.job: row for row in rows.jobs}
+            self.emit(f.Snapshot(**self.now(), jobs=tuple(_job_view(row) for row in rows.jobs)))
+
+        await link.ask(JobRows, ListClusterJobs, orders=orders, then=take)
 
     async def _ask_evaluations(self, link: SocketLink) -> None:
         found = await link.ask(JobEvaluations, ReadEvaluations, newest=SPARKLINE)

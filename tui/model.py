@@ -301,6 +301,11 @@ class State:
         changes.nodes.add(name)
         return node
 
+    def _own(self, key: str) -> str:
+        """The key as the job has it: 20,000 entries need not hold as many copies of a few names."""
+        job = self.jobs.get(key)
+        return key if job is None else job.job
+
     def _tell(
         self, frame: Frame, level: Level, kind: str, text: str, changes: Changes, *, node: str = ""
     ) -> None:
@@ -312,7 +317,7 @@ class State:
                 level=level,
                 kind=kind,
                 text=_line(text),
-                job=getattr(frame, "job", ""),
+                job=self._own(getattr(frame, "job", "")),
                 node=node or getattr(frame, "node", ""),
             )
         )
