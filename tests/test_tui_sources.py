@@ -439,7 +439,7 @@ def test_two_sources_are_not_shown_at_once(tmp_path: Path) -> None:
 
 
 def test_a_list_is_told_before_the_events_that_were_sent_after_it(tmp_path: Path) -> None:
-    """Reply and event in one segment: whoever awaits the reply alone would put the old list over the event."""
+    """Reply and event in one segment: who awaits the reply would put the old list over the event."""
 
     async def main() -> None:
         order: list[str] = []
