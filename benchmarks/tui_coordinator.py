@@ -3,7 +3,7 @@
     python benchmarks/tui_coordinator.py STATE_DIR [--jobs 1000] [--nodes 64] [--rate 10]
 
 Each job makes `--rate` events a second, a step each; every 50th is an evaluation as well. Each message is
-written to the socket by itself, as the real one writes it. Once a second the best job is paused or goes on,
+written to the socket by itself, as the real one writes it. Once a second the best job changes its state,
 and a line `<monotonic s> <state>` on stdout says when that was sent. `hour` on stdin makes time run 60 times
 as fast: steps are dropped for who reads slowly, as the real one drops them, evaluations are not.
 """
@@ -52,8 +52,8 @@ class Cluster:
 
     def loss(self, name: str) -> float:
         """Falls with the steps; the first job is the best of all at any time."""
-        rank = 0 if name == self.names[0] else 1 + int(name[-4:]) % 97
-        return 1.0 + 0.01 * rank + math.exp(-self.steps[name] / 5000)
+        base = 0.5 if name == self.names[0] else 2.0 + 0.01 * (int(name[-4:]) % 97)
+        return base + math.exp(-self.steps[name] / 5000)
 
     def node_of(self, name: str) -> str:
         return self.nodes[int(name[-4:]) % len(self.nodes)]
@@ -69,6 +69,8 @@ class Cluster:
             )
         )
         for writer in self.clients:
+            if writer.is_closing():
+                continue
             if not durable and writer.transport.get_write_buffer_size() > HIGH_WATER:
                 self.dropped += 1
                 continue
@@ -98,7 +100,8 @@ class Cluster:
 
     def toggle(self) -> None:
         name = self.names[0]
-        state = self.state[name] = "paused" if self.state[name] == "running" else "running"
+        # Words that no other row shows.
+        state = self.state[name] = "paused" if self.state[name] == "starting" else "starting"
         moved = p.JobMoved(
             job=name,
             state=state,
@@ -131,7 +134,7 @@ class Cluster:
             for _ in range(due - done):
                 name = self.names[turn % len(self.names)]
                 turn += 1
-                if self.state[name] == "running":
+                if self.state[name] != "paused":
                     self.step(name)
             done = due
 

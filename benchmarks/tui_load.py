@@ -45,7 +45,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 COLUMNS, ROWS = 200, 50
 WARM_SECONDS = 8.0
-HOUR_SECONDS = 60.0  # at 60 times the speed
 
 #: name → (limit, unit); a figure has to be at most its limit.
 LIMITS = {
@@ -172,7 +171,7 @@ def run_data(arguments: argparse.Namespace) -> dict[str, float]:
         reading = threading.Thread(target=read, daemon=True)
         reading.start()
         try:
-            return measure(fake, child.pid, arguments.seconds, seen)
+            return measure(fake, child.pid, arguments, seen)
         finally:
             child.kill()
             child.wait()
@@ -180,20 +179,20 @@ def run_data(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def measure(
-    fake: FakeCoordinator, pid: int, seconds: float, seen: list[tuple[float, str]]
+    fake: FakeCoordinator, pid: int, arguments: argparse.Namespace, seen: list[tuple[float, str]]
 ) -> dict[str, float]:
-    """CPU and latency over `seconds` after warming up; memory at the end and after an hour more."""
+    """CPU and latency after warming up; memory at the end and after an hour (at 60 times the speed) more."""
     time.sleep(WARM_SECONDS)
     fake.say("normal")
     first = len(fake.sent)
     began, cpu = time.monotonic(), cpu_seconds(pid)
-    time.sleep(seconds)
+    time.sleep(arguments.seconds)
     ended, cpu = time.monotonic(), cpu_seconds(pid) - cpu
     sent = fake.say("normal")
     found = latencies(fake.sent[first:], seen)
     minute = resident_mb(pid)
     fake.say("hour")
-    time.sleep(HOUR_SECONDS)
+    time.sleep(arguments.hour_seconds)
     fake.say("normal")
     time.sleep(2.0)
     hour = resident_mb(pid)
@@ -271,7 +270,7 @@ def run_pty(arguments: argparse.Namespace) -> dict[str, float]:
     with coordinator(arguments) as (fake, home):
         terminal = Terminal([sys.executable, "-m", "gshare.cli.main", "tui"], environment(home))
         try:
-            found = measure(fake, terminal.process.pid, arguments.seconds, terminal.seen)
+            found = measure(fake, terminal.process.pid, arguments, terminal.seen)
             assert terminal.process.poll() is None, f"the app ended: {terminal.tail()}"
             inside = [size for at, size in terminal.sizes if found["began"] <= at < found["ended"]]
             found["bytes"] = sum(inside) / (found["ended"] - found["began"])
@@ -284,7 +283,7 @@ def run_pty(arguments: argparse.Namespace) -> dict[str, float]:
 class Terminal:
     """A program in a pseudo-terminal; a thread notes what it writes, and when."""
 
-    WORDS = ("paused", "running")
+    WORDS = ("paused", "starting")
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
@@ -359,6 +358,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--rate", type=float, default=10.0, help="events a second of each job")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured, after warming up")
+    parser.add_argument("--hour-seconds", type=float, default=60.0, help="of the hour, at 60 times the speed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--child", choices=["data", "memory"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -462,7 +462,7 @@ def test_a_list_is_told_before_the_events_that_were_sent_after_it(tmp_path: Path
             awaited.append("event")
 
         link, _ = await SocketLink.open(
-            tmp_path / "s", hello, ApiWelcome, FromCoordinator, on_event, what="it"
+            tmp_path / "s", hello, ApiWelcome, FromCoordinator, ClusterEventFrame, on_event, what="it"
         )
         await link.ask(JobRows, ListClusterJobs, then=lambda rows: order.append("list"))
         awaited.append("list")

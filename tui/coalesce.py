@@ -9,59 +9,63 @@ from gshare.tui.frames import Sample, Samples
 SAMPLE_SECONDS = 1.0
 
 
-class Coalescer:
-    """`add` each step, `take` once an interval. Bounded by the number of jobs."""
+class _Held:
+    """The newest step of a job, and sums over those before it."""
 
-    def __init__(self) -> None:
-        self._newest: dict[str, tuple[Stepped, float]] = {}
-        self._sums: dict[str, list[int]] = {}  # job → [steps, tokens]
+    __slots__ = ("count", "step", "time", "tokens")
 
-    def add(self, key: str, step: Stepped, time: float) -> None:
-        """A step of job `key`, made at `time` (Unix s, the source's clock)."""
-        self._newest[key] = step, time
-        sums = self._sums.get(key)
-        if sums is None:
-            self._sums[key] = [1, step.tokens]
-        else:
-            sums[0] += 1
-            sums[1] += step.tokens
+    def __init__(self, step: Stepped, time: float) -> None:
+        self.step = step
+        self.time = time
+        self.count = 1
+        self.tokens = step.tokens
 
-    def drop(self, key: str) -> None:
-        """What is held of a job whose state says more."""
-        self._newest.pop(key, None)
-        self._sums.pop(key, None)
-
-    def take_one(self, key: str, time: float, received: float) -> Samples | None:
-        """What is held of one job: it goes out before a change of its state, which comes after it."""
-        if key not in self._newest:
-            return None
-        found = self._sample(key)
-        self.drop(key)
-        return Samples(time=time, received=received, samples=(found,))
-
-    def take(self, time: float, received: float) -> Samples | None:
-        """All that is held; None: nothing."""
-        if not self._newest:
-            return None
-        samples = tuple(self._sample(key) for key in self._newest)
-        self._newest.clear()
-        self._sums.clear()
-        return Samples(time=time, received=received, samples=samples)
-
-    def _sample(self, key: str) -> Sample:
-        step, time = self._newest[key]
-        count, tokens = self._sums[key]
+    def sample(self, key: str) -> Sample:
+        step = self.step
         return Sample(
             job=key,
             step=step.step,
             total_steps=step.total_steps,
             loss=step.loss,
-            time=time,
+            time=self.time,
             epoch=step.epoch,
             grad_norm=step.grad_norm,
             learning_rate=step.learning_rate,
-            tokens=tokens / count,
+            tokens=self.tokens / self.count,
             seconds=step.seconds,
             adapters_in_pass=step.adapters_in_pass,
-            count=count,
+            count=self.count,
         )
+
+
+class Coalescer:
+    """`add` each step, `take` once an interval. Bounded by the number of jobs."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def add(self, key: str, step: Stepped, time: float) -> None:
+        """A step of job `key`, made at `time` (Unix s, the source's clock)."""
+        held = self._held.get(key)
+        if held is None:
+            self._held[key] = _Held(step, time)
+            return
+        held.step = step
+        held.time = time
+        held.count += 1
+        held.tokens += step.tokens
+
+    def take_one(self, key: str, time: float, received: float) -> Samples | None:
+        """What is held of one job: it goes out before a change of its state, which comes after it."""
+        held = self._held.pop(key, None)
+        if held is None:
+            return None
+        return Samples(time=time, received=received, samples=(held.sample(key),))
+
+    def take(self, time: float, received: float) -> Samples | None:
+        """All that is held; None: nothing."""
+        if not self._held:
+            return None
+        samples = tuple(held.sample(key) for key, held in self._held.items())
+        self._held.clear()
+        return Samples(time=time, received=received, samples=samples)

@@ -96,7 +96,13 @@ class CoordinatorSource(ConnectedSource):
         hello = ApiHello(protocol=API_PROTOCOL_VERSION, gshare=_version(), client="gshare tui")
         try:
             self._link, welcome = await SocketLink.open(
-                self._path, hello, ApiWelcome, FromCoordinator, self._take, what="the coordinator"
+                self._path,
+                hello,
+                ApiWelcome,
+                FromCoordinator,
+                ClusterEventFrame,
+                self._take,
+                what="the coordinator",
             )
         except SocketGone:
             raise
@@ -140,9 +146,7 @@ class CoordinatorSource(ConnectedSource):
 
     # --- what it tells
 
-    def _take(self, message: Any) -> None:
-        if not isinstance(message, ClusterEventFrame):
-            raise GshareError(f"the coordinator sent {type(message).__name__} unasked")
+    def _take(self, message: ClusterEventFrame) -> None:
         event = message.event
         if message.seq == 0:
             if isinstance(event, JobEvent) and isinstance(event.event, Stepped):
@@ -197,7 +201,6 @@ class CoordinatorSource(ConnectedSource):
                         attempt=outer.attempt,
                     )
                 )
-            self._refresh.set()
         elif isinstance(event, Evaluated):
             self.flush(job)
             self.emit(
@@ -210,8 +213,9 @@ class CoordinatorSource(ConnectedSource):
 
     def _moved(self, event: JobMoved, moment: dict[str, Any]) -> None:
         self.flush(event.job)
-        if event.job not in self._jobs:
+        if event.job not in self._jobs:  # else the event says all that has changed
             self._orders_wanted = True
+            self._refresh.set()
         self.emit(
             f.JobState(
                 **moment,
@@ -224,7 +228,6 @@ class CoordinatorSource(ConnectedSource):
                 attempt=event.attempt,
             )
         )
-        self._refresh.set()
 
     # --- what is asked for
 

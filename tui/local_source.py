@@ -147,6 +147,7 @@ class LocalSource(ConnectedSource):
                 hello,
                 TrainerHello,
                 FromTrainer,
+                EventFrame,
                 lambda message: self._take(trainer, message),
                 what="the trainer",
             )
@@ -169,9 +170,7 @@ class LocalSource(ConnectedSource):
             self._trainers.pop(trainer.directory.name, None)
             self._changed.set()
 
-    def _take(self, trainer: _Trainer, message: Any) -> None:
-        if not isinstance(message, EventFrame):
-            raise GshareError(f"a trainer sent {type(message).__name__} unasked")
+    def _take(self, trainer: _Trainer, message: EventFrame) -> None:
         event, moment = message.event, self.now()
         if isinstance(event, Stepped):
             self.coalescer.add(event.job, event, moment["time"])

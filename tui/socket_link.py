@@ -43,11 +43,14 @@ class SocketGone(GshareError):
 class SocketLink:
     """Open after `open`. Lives in one loop."""
 
-    def __init__(self, sock: socket.socket, kind: Any, on_event: Callable[[Any], None], what: str) -> None:
+    def __init__(
+        self, sock: socket.socket, kind: Any, event: type, on_event: Callable[[Any], None], what: str
+    ) -> None:
         self.what = what  # for people: "the coordinator"
         self.heard = time.monotonic()
         self._socket = sock
         self._reader = TypedReader(kind)
+        self._event = event
         self._on_event = on_event
         self._hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -63,12 +66,13 @@ class SocketLink:
         hello: msgspec.Struct,
         welcome: type[R],
         kind: Any,
+        event: type,
         on_event: Callable[[Any], None],
         *,
         what: str,
     ) -> tuple[SocketLink, R]:
-        """Connects and exchanges hellos. `on_event` hears of every message that is no reply, in order; what
-        it raises ends the connection. `SocketGone`: nobody there; GshareError: refused.
+        """Connects and exchanges hellos. `on_event` hears of every message of type `event`, in order; what it
+        raises ends the connection. `SocketGone`: nobody there; GshareError: refused.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -78,7 +82,7 @@ class SocketLink:
         except OSError as error:
             sock.close()
             raise SocketGone(f"{what} does not answer at {path} ({error.strerror})") from None
-        link = cls(sock, kind, on_event, what)
+        link = cls(sock, kind, event, on_event, what)
         link._reading = asyncio.create_task(link._read())
         try:
             await link._send(hello)
@@ -188,13 +192,16 @@ class SocketLink:
 
     def _take(self, data: bytes) -> None:
         for message in self._reader.feed(data):
-            number = getattr(message, "reply_to", None)
-            if number is None and self._hello.done():
+            if type(message) is self._event:  # nearly all; asking for an attribute that is not there is slow
                 self._on_event(message)
-            elif not number and not self._hello.done():
+                continue
+            number = getattr(message, "reply_to", 0)
+            if not number and not self._hello.done():
                 self._hello.set_result(message)
             elif not number:
-                raise GshareError(f"{self.what} hangs up: {getattr(message, 'reason', '')}")
+                raise GshareError(
+                    f"{self.what} hangs up: {getattr(message, 'reason', type(message).__name__)}"
+                )
             elif (pending := self._pending.get(number)) is not None and not pending[0].done():
                 pending[1](message)
                 pending[0].set_result(message)
