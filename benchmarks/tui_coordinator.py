@@ -162,6 +162,8 @@ class Cluster:
                     writer.write(encode(self.answer(request)))
                     if isinstance(request, p.FollowCluster):
                         self.clients.add(writer)
+        except ConnectionError:
+            pass  # killed at the end of an arm
         finally:
             self.clients.discard(writer)
             writer.close()

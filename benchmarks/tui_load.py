@@ -370,6 +370,7 @@ def main() -> int:
         return 0
     arms = {"data": run_data, "memory": run_memory, "pty": run_pty}
     found = {name: arm(arguments) for name, arm in arms.items() if arguments.only in (None, name)}
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     holds = report(found)
     if arguments.json:
         where: dict[str, Any] = {
@@ -380,7 +381,7 @@ def main() -> int:
             "cores": os.cpu_count(),
             "machine": platform.machine(),
             "python": platform.python_version(),
-            "load_before": os.getloadavg()[2],
+            "load_average": os.getloadavg(),  # of the machine; figures of a busy one are worse
         }
         arguments.json.write_text(json.dumps({"where": where, "arms": found, "holds": holds}, indent=1))
     return 0 if holds else 1
