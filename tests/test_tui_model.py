@@ -13,9 +13,10 @@ from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.node.protocol import GpuInfo, NodeInfo, ReservationInfo
 from gshare.tui import frames as f
 from gshare.tui.curve import Curve
-from gshare.tui.model import State, apply_all
+from gshare.tui.model import State
 from gshare.tui.ranking import number_key, rank_key
 from gshare.tui.speed import Speed
+from watching import apply_all
 
 NAN, INF = math.nan, math.inf
 
@@ -254,7 +255,6 @@ def test_every_frame_survives_the_wire() -> None:
         f.Found(**moment, kind="k", title="t"),
         f.Reset(**moment),
         f.Snapshot(**moment, jobs=(view("a"),), nodes=()),
-        f.JobUpdate(**moment, view=view("a")),
         f.JobState(**moment, job="a", state="running"),
         f.Samples(**moment, samples=(sample,)),
         f.Evaluation(**moment, job="a", step=1, val_loss=INF),

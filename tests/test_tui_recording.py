@@ -12,8 +12,9 @@ import pytest
 from gshare.agent.errors import UsageError
 from gshare.tui import frames as f
 from gshare.tui import recording as r
-from gshare.tui.model import State, apply_all
+from gshare.tui.model import State
 from gshare.tui.replay_source import ReplaySource
+from watching import apply_all
 
 
 def at(time: float) -> dict[str, Any]:
@@ -55,6 +56,14 @@ def shown(state: State) -> list[Any]:
     return [msgspec.to_builtins(frame) for frame in state.dump(0.0, 0.0)]
 
 
+def state_at(recording: r.Recording, moment: float) -> State:
+    """By the keyframe before it."""
+    state = State()
+    frames = recording.read(recording.before(moment))
+    apply_all(state, [frame for frame in frames if frame.received <= moment])
+    return state
+
+
 def test_what_was_recorded_is_read_again(tmp_path: Path) -> None:
     frames = story()
     recording = r.Recording(record(tmp_path / "a.gshare", frames))
@@ -70,7 +79,7 @@ def test_a_seek_shows_what_was_shown_then(tmp_path: Path, moment: float) -> None
     assert sum(chunk.keyframe for chunk in recording.chunks) >= 2
     straight = State()
     apply_all(straight, [frame for frame in frames if frame.received <= moment])
-    assert shown(r.state_at(recording, moment)) == shown(straight)
+    assert shown(state_at(recording, moment)) == shown(straight)
 
 
 def test_without_its_keyframes_a_seek_would_read_from_the_start(tmp_path: Path) -> None:

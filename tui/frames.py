@@ -125,12 +125,6 @@ class Snapshot(_Frame, frozen=True, kw_only=True, tag="snapshot"):
     jobs: tuple[JobView, ...] | None = None
 
 
-class JobUpdate(_Frame, frozen=True, kw_only=True, tag="job"):
-    """One job as it is now, outside of a snapshot; new ones appear by it."""
-
-    view: JobView
-
-
 # --- what happens
 
 
@@ -232,7 +226,6 @@ Frame = (
     | Found
     | Reset
     | Snapshot
-    | JobUpdate
     | JobState
     | Samples
     | Evaluation

@@ -58,8 +58,7 @@ class _Trainer:
         self.link: SocketLink | None = None
         self.hello: TrainerHello | None = None
         self.jobs: dict[str, JobStatus] = {}
-        self.seq = 0
-        self.old_seq = 0
+        self.old_seq = 0  # its journal up to here is of before we came
         self.task: asyncio.Task[None] | None = None
         self.problem = ""
 
@@ -175,7 +174,6 @@ class LocalSource(ConnectedSource):
         if isinstance(event, Stepped):
             self.coalescer.add(event.job, event, moment["time"])
             return
-        trainer.seq = message.seq
         self.flush(event.job)
         if message.seq <= trainer.old_seq:
             self.emit(past_message(event, moment))

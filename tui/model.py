@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 from gshare.agent.node.protocol import ReservationInfo
 from gshare.tui.frames import (
@@ -21,7 +20,6 @@ from gshare.tui.frames import (
     Frame,
     History,
     JobState,
-    JobUpdate,
     JobView,
     Journal,
     Level,
@@ -103,8 +101,6 @@ class State:
             return changes
         elif isinstance(frame, Snapshot):
             self._snapshot(frame, changes)
-        elif isinstance(frame, JobUpdate):
-            self._view(frame.view, frame, changes)
         elif isinstance(frame, JobState):
             self._job_state(frame, changes)
         elif isinstance(frame, Evaluation):
@@ -322,14 +318,6 @@ class State:
             )
         )
         changes.entries += 1
-
-
-def apply_all(state: State, frames: Iterable[Frame]) -> Changes:
-    """All of them, as one change."""
-    changes = Changes()
-    for frame in frames:
-        changes.add(state.apply(frame))
-    return changes
 
 
 def _line(text: str) -> str:

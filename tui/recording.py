@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 import msgspec
-from gshare.agent.errors import GshareError, UsageError
-from gshare.tui.frames import SCHEMA, Frame, SourceState
+from gshare.agent.errors import UsageError
+from gshare.tui.frames import SCHEMA, Frame
 from gshare.tui.model import State
 
 MAGIC = b"gshare recording\n"
@@ -256,15 +256,3 @@ class Recording:
             chunks.append(Chunk(kind == b"K", time, offset + _HEAD.size, packed, unpacked, crc))
             offset += _HEAD.size + packed
         return chunks
-
-
-def state_at(recording: Recording, moment: float) -> State:
-    """How things were then. Raises GshareError for a moment before the first frame."""
-    if moment < recording.start:
-        raise GshareError(f"the recording begins {recording.start - moment:.0f} s later")
-    state = State()
-    for frame in recording.read(recording.before(moment)):
-        if frame.received > moment and not isinstance(frame, SourceState):
-            break
-        state.apply(frame)
-    return state

@@ -19,8 +19,6 @@ from gshare.tui.frames import Frame
 
 Emit = Callable[[Frame], object]
 ActionName = Literal["stop", "pause", "resume", "release", "retry"]
-#: Everything a source may be able to answer, besides frames.
-CAPABILITIES = ("stop", "pause", "resume", "release", "retry", "log", "history", "files", "seek")
 
 
 class FileRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +30,10 @@ class FileRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """`kind`, `title` and `detail` say what was found (also as frame `Found`)."""
+    """`kind`, `title` and `detail` say what was found (also as frame `Found`).
+
+    `can`: an `ActionName`, or "log", "history", "files", "seek" (then it is a `Replayed` too).
+    """
 
     kind: str
     title: str

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from gshare.tui.frames import Frame, SourceState
 from gshare.tui.model import State
 from gshare.tui.source import Source
+
+
+def apply_all(state: State, frames: Iterable[Frame]) -> None:
+    for frame in frames:
+        state.apply(frame)
 
 
 class Watched:
