@@ -8,6 +8,7 @@ in a short queue of each, and a client that takes nothing for `STALL_SECONDS` is
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from gshare.coordinator.api_protocol import (
     FromApiClient,
     JobEnded,
     JobEvent,
+    JobMoved,
 )
 from gshare.coordinator.link import StreamPair
 from gshare.coordinator.tasks import end_tasks
@@ -52,7 +54,7 @@ class EventRing:
 
     def __init__(self, journal_id: str, keep: int = EVENTS_KEPT) -> None:
         self.journal_id = journal_id
-        self._events: deque[ClusterEvent] = deque(maxlen=keep)
+        self._events: deque[tuple[ClusterEvent, float]] = deque(maxlen=keep)
         self.last_seq = 0
 
     @property
@@ -61,14 +63,15 @@ class EventRing:
         return self.last_seq - len(self._events) + 1
 
     def append(self, event: ClusterEvent) -> int:
-        self._events.append(event)
+        """Its number. It is kept with the time, by which a client that comes back knows how old it is."""
+        self._events.append((event, time.time()))
         self.last_seq += 1
         return self.last_seq
 
-    def after(self, seq: int) -> tuple[int, ClusterEvent] | None:
-        """The oldest kept event with a number above `seq`, and that number."""
+    def after(self, seq: int) -> tuple[int, ClusterEvent, float] | None:
+        """The oldest kept event with a number above `seq`, its number before it, its Unix time after it."""
         number = max(seq + 1, self.first_seq)
-        return (number, self._events[number - self.first_seq]) if number <= self.last_seq else None
+        return (number, *self._events[number - self.first_seq]) if number <= self.last_seq else None
 
 
 @dataclass(eq=False)
@@ -92,7 +95,7 @@ def job_of(event: ClusterEvent) -> str:
     """The job an event is about; empty: none in particular."""
     if isinstance(event, JobEvent):
         return event.event.job
-    return event.job if isinstance(event, JobEnded) else getattr(event, "job", "")
+    return event.job if isinstance(event, JobEnded | JobMoved) else getattr(event, "job", "")
 
 
 class ApiServer:
@@ -258,13 +261,13 @@ class ApiServer:
         if client.replies:
             return client.replies.popleft()
         while client.following and (found := self._ring.after(client.seq)) is not None:
-            client.seq, event = found
+            client.seq, event, when = found
             if client.wants(event):
-                return self._frame(client.seq, event)
-        return self._frame(0, client.samples.popleft()) if client.samples else None
+                return self._frame(client.seq, event, when)
+        return self._frame(0, client.samples.popleft(), time.time()) if client.samples else None
 
-    def _frame(self, seq: int, event: ClusterEvent) -> bytes:
-        return encode(ClusterEventFrame(journal_id=self._ring.journal_id, seq=seq, event=event))
+    def _frame(self, seq: int, event: ClusterEvent, when: float) -> bytes:
+        return encode(ClusterEventFrame(journal_id=self._ring.journal_id, seq=seq, event=event, time=when))
 
     def _follow(self, client: _Client, request: FollowCluster) -> FollowingCluster:
         ring = self._ring
@@ -278,4 +281,5 @@ class ApiServer:
             journal_id=ring.journal_id,
             next_seq=client.seq + 1,
             gap=after < ring.first_seq - 1,
+            last_seq=ring.last_seq,
         )

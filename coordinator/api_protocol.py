@@ -108,7 +108,10 @@ class SubmitToCluster(_Message, frozen=True, kw_only=True, tag="submit"):
 
 
 class ListClusterJobs(_Message, frozen=True, kw_only=True, tag="list_jobs"):
+    """`orders`: with model, dtype and spec of each, which never change; about 1 KB a job."""
+
     id: int
+    orders: bool = False
 
 
 class ListNodes(_Message, frozen=True, kw_only=True, tag="list_nodes"):
@@ -140,6 +143,31 @@ class ReadJobLog(_Message, frozen=True, kw_only=True, tag="job_log"):
     id: int
     job: str
     max_bytes: int = 65536
+
+
+class ReadNodeLog(_Message, frozen=True, kw_only=True, tag="node_log"):
+    """The last bytes of the log of a node's agent; answered by `JobLog`."""
+
+    id: int
+    node: str
+    max_bytes: int = 65536
+
+
+class ReadEvaluations(_Message, frozen=True, kw_only=True, tag="read_evaluations"):
+    """What the jobs' evaluations gave, by step; answered by `JobEvaluations`."""
+
+    id: int
+    jobs: list[str] = []  # empty: all
+    newest: int = 0  # only so many of each, the newest; 0: all
+
+
+class ReadJobSamples(_Message, frozen=True, kw_only=True, tag="read_job_samples"):
+    """Lines of metrics.jsonl of the job's current attempt, from its node; as `ReadSamples` there."""
+
+    id: int
+    job: str
+    after_step: int = 0
+    limit: int = 1000
 
 
 class FetchJob(_Message, frozen=True, kw_only=True, tag="fetch"):
@@ -174,6 +202,9 @@ ApiRequest = (
     | PauseClusterJobs
     | ResumeClusterJobs
     | ReadJobLog
+    | ReadNodeLog
+    | ReadEvaluations
+    | ReadJobSamples
     | FetchJob
     | FollowCluster
     | ReloadCluster
@@ -213,6 +244,10 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     output_dir: str = ""
     reason: str = ""
     placed: bool = False  # its results are in output_dir
+    position: int = 0  # in its node's queue for GPU memory; 0: waits for none
+    model: str = ""  # this and the next two: only when `orders` was asked for
+    base_dtype: str = ""
+    spec: AdapterSpec | None = None
 
 
 class JobRows(_Message, frozen=True, kw_only=True, tag="job_rows"):
@@ -270,6 +305,21 @@ class JobLog(_Message, frozen=True, kw_only=True, tag="job_log_text"):
     text: str
 
 
+class JobEvaluations(_Message, frozen=True, kw_only=True, tag="job_evaluations"):
+    """Job → (step, validation loss), by step."""
+
+    reply_to: int
+    evaluations: dict[str, list[tuple[int, float]]]
+
+
+class JobSamples(_Message, frozen=True, kw_only=True, tag="job_samples"):
+    """Lines as they are in the file, oldest first; `more`: there are others after the last."""
+
+    reply_to: int
+    lines: list[str]
+    more: bool = False
+
+
 class Fetched(_Message, frozen=True, kw_only=True, tag="fetched"):
     reply_to: int
     directory: str
@@ -284,6 +334,7 @@ class FollowingCluster(_Message, frozen=True, kw_only=True, tag="following"):
     journal_id: str
     next_seq: int
     gap: bool
+    last_seq: int = 0  # the newest there is: what comes up to it is older than this answer
 
 
 class Reloaded(_Message, frozen=True, kw_only=True, tag="reloaded"):
@@ -299,6 +350,8 @@ ApiReply = (
     | Leaderboard
     | JobsDone
     | JobLog
+    | JobEvaluations
+    | JobSamples
     | Fetched
     | FollowingCluster
     | Reloaded
@@ -314,6 +367,19 @@ class JobEvent(_Message, frozen=True, kw_only=True, tag="job_event"):
     node: str
     attempt: int
     event: Event
+
+
+class JobMoved(_Message, frozen=True, kw_only=True, tag="job_moved"):
+    """A job that has not ended entered `state`, was placed on another node, or began another attempt."""
+
+    job: str
+    state: str  # as in `JobRow`
+    node: str = ""
+    attempt: int = 0
+    step: int = 0
+    total_steps: int = 0
+    position: int = 0
+    reason: str = ""
 
 
 class JobEnded(_Message, frozen=True, kw_only=True, tag="job_ended"):
@@ -338,13 +404,14 @@ class ClusterMessage(_Message, frozen=True, kw_only=True, tag="cluster_message")
     job: str = ""
 
 
-ClusterEvent = JobEvent | JobEnded | NodeChanged | ClusterMessage
+ClusterEvent = JobEvent | JobMoved | JobEnded | NodeChanged | ClusterMessage
 
 
 class ClusterEventFrame(_Message, frozen=True, kw_only=True, tag="cluster_event"):
     journal_id: str
     seq: int  # 0: a sample
     event: ClusterEvent
+    time: float = 0.0  # when the coordinator heard of it, its clock, Unix s
 
 
 FromApiClient = ApiHello | DialIn | ApiRequest

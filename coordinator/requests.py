@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import LogText, ReadLog
+from gshare.agent.node.protocol import LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
     Fetched,
     FetchJob,
+    JobEvaluations,
     JobLog,
     JobRow,
     JobRows,
+    JobSamples,
     JobsDone,
     Leaderboard,
     ListClusterJobs,
@@ -27,8 +31,11 @@ from gshare.coordinator.api_protocol import (
     NodeRow,
     NodeRows,
     PauseClusterJobs,
+    ReadEvaluations,
     ReadJobLog,
+    ReadJobSamples,
     ReadLeaderboard,
+    ReadNodeLog,
     ReloadCluster,
     Reloaded,
     ResumeClusterJobs,
@@ -47,14 +54,20 @@ from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
 from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
+from gshare.coordinator.store import Store
 
 #: Of one log: what fits in a terminal's memory, and far below a frame.
 MAX_LOG_BYTES = 4 << 20
+#: Of one answer: 14 bytes each on the wire, far below a frame.
+MAX_EVALUATIONS = 500_000
+
+A = TypeVar("A", bound=msgspec.Struct)
 
 
 class State(Protocol):
     """What of the coordinator (`service.Coordinator`) the answers are made from."""
 
+    store: Store
     cluster: Cluster
     home: Home
     sessions: dict[str, NodeSession]
@@ -74,7 +87,8 @@ class Requests:
         if isinstance(request, SubmitToCluster):
             return self._submit(request)
         if isinstance(request, ListClusterJobs):
-            return JobRows(reply_to=request.id, jobs=[self._job_row(job) for job in self._jobs()])
+            rows = [self._job_row(job, request.orders) for job in self._jobs()]
+            return JobRows(reply_to=request.id, jobs=rows)
         if isinstance(request, ListNodes):
             return NodeRows(reply_to=request.id, nodes=self._node_rows())
         if isinstance(request, ReadLeaderboard):
@@ -83,6 +97,12 @@ class Requests:
             return self._command(request)
         if isinstance(request, ReadJobLog):
             return await self._log(request)
+        if isinstance(request, ReadNodeLog):
+            return await self._node_log(request)
+        if isinstance(request, ReadEvaluations):
+            return self._evaluations(request)
+        if isinstance(request, ReadJobSamples):
+            return await self._samples(request)
         if isinstance(request, FetchJob):
             return await self._fetch(request)
         assert isinstance(request, ReloadCluster), request
@@ -118,8 +138,9 @@ class Requests:
     def _jobs(self) -> list[JobRecord]:
         return sorted(self._it.cluster.jobs.values(), key=lambda job: job.order)
 
-    def _job_row(self, job: JobRecord) -> JobRow:
+    def _job_row(self, job: JobRecord, with_order: bool) -> JobRow:
         name = job.facts.name
+        order = read_order(job.facts)
         step, loss = self._it.losses.get(name, (0, math.nan))
         fresh = step > job.step
         return JobRow(
@@ -134,9 +155,13 @@ class Requests:
             val_loss=job.val_loss,
             best_val_loss=job.best_val_loss,
             best_step=job.best_step,
-            output_dir=read_order(job.facts).job.spec.output_dir,
+            output_dir=order.job.spec.output_dir,
             reason=job.reason,
             placed=bool(job.published) and job.published == job.attempt,
+            position=job.position,
+            model=order.model.name if with_order else "",
+            base_dtype=order.base_dtype if with_order else "",
+            spec=order.job.spec if with_order else None,
         )
 
     def _node_rows(self) -> list[NodeRow]:
@@ -232,19 +257,57 @@ class Requests:
     async def _log(self, request: ReadJobLog) -> JobLog:
         job = self._job(request.job)
         node, link = self._link_of(job)
-        try:
-            text = await link.ask(
+        text = await _asked(
+            f"job {request.job}: node {node}",
+            link.ask(
                 LogText,
                 ReadLog,
                 job=request.job,
                 attempt=job.attempt,
                 max_bytes=max(1, min(request.max_bytes, MAX_LOG_BYTES)),
-            )
-        except (LinkGone, LinkLate) as error:
-            raise RetryLater(f"job {request.job}: node {node}: {error}") from None
-        except LinkRefused as error:
-            raise GshareError(f"job {request.job}: node {node}: {error}") from None
+            ),
+        )
         return JobLog(reply_to=request.id, node=node, text=text.text)
+
+    async def _node_log(self, request: ReadNodeLog) -> JobLog:
+        node = request.node
+        session = self._it.sessions.get(node)
+        if session is None:
+            raise UsageError(f"no node named {shorten(node)} in this cluster")
+        if session.link is None:
+            raise RetryLater(f"node {node} is away; try again when it is back")
+        size = max(1, min(request.max_bytes, MAX_LOG_BYTES))
+        text = await _asked(f"node {node}", session.link.ask(LogText, ReadLog, max_bytes=size))
+        return JobLog(reply_to=request.id, node=node, text=text.text)
+
+    def _evaluations(self, request: ReadEvaluations) -> JobEvaluations:
+        names = [self._job(name).facts.name for name in request.jobs] or list(self._it.cluster.jobs)
+        found: dict[str, list[tuple[int, float]]] = {}
+        left = MAX_EVALUATIONS
+        for name in names:
+            if left == 0:
+                break
+            seen = self._it.store.evaluations(name, newest=min(request.newest or left, left))
+            if seen:
+                found[name] = [(one.step, one.val_loss) for one in seen]
+                left -= len(seen)
+        return JobEvaluations(reply_to=request.id, evaluations=found)
+
+    async def _samples(self, request: ReadJobSamples) -> JobSamples:
+        job = self._job(request.job)
+        node, link = self._link_of(job)
+        got = await _asked(
+            f"job {request.job}: node {node}",
+            link.ask(
+                Samples,
+                ReadSamples,
+                job=request.job,
+                attempt=job.attempt,
+                after_step=request.after_step,
+                limit=request.limit,
+            ),
+        )
+        return JobSamples(reply_to=request.id, lines=got.lines, more=got.more)
 
     async def _fetch(self, request: FetchJob) -> Fetched:
         """From the node; a checkpoint that is at home already, from there when the node is away."""
@@ -272,3 +335,13 @@ class Requests:
         return Fetched(
             reply_to=request.id, directory=str(directory), files=sorted(f.name for f in files), step=step
         )
+
+
+async def _asked(what: str, answer: Awaitable[A]) -> A:
+    """A node's answer; what goes wrong becomes the client's error, with `what` before it."""
+    try:
+        return await answer
+    except (LinkGone, LinkLate) as error:
+        raise RetryLater(f"{what}: {error}") from None
+    except LinkRefused as error:
+        raise GshareError(f"{what}: {error}") from None

@@ -236,13 +236,13 @@ class Store:
         ).fetchone()
         return Cursor(node, row[0], row[1]) if row else Cursor(node, "", 0)
 
-    def evaluations(self, job: str, after_step: int = -1) -> list[Evaluation]:
-        """Of the job, by step."""
+    def evaluations(self, job: str, after_step: int = -1, newest: int = 0) -> list[Evaluation]:
+        """Of the job, by step; `newest`: only so many, 0: all."""
         rows = self._connection.execute(
             "SELECT step, attempt, node, val_loss, label_tokens, best, time FROM evaluations"
-            " WHERE job = ? AND step > ? ORDER BY step",
-            (job, after_step),
-        )
+            " WHERE job = ? AND step > ? ORDER BY step DESC LIMIT ?",
+            (job, after_step, newest or -1),
+        ).fetchall()
         return [
             Evaluation(
                 node=node,
@@ -254,7 +254,7 @@ class Store:
                 best=bool(best),
                 time=when,
             )
-            for step, attempt, node, val_loss, label_tokens, best, when in rows
+            for step, attempt, node, val_loss, label_tokens, best, when in reversed(rows)
         ]
 
     def news(self, after: int = 0, limit: int = 1000) -> list[NewsItem]:
