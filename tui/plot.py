@@ -182,7 +182,7 @@ def _x_axis(columns: int, x0: float, x1: float) -> tuple[str, str]:
     axis, names = ["─"] * columns, [" "] * columns
     end = " step"
     free = 0  # the first column that no label takes
-    for tick in _ticks(x0, x1, max(2, columns // 14)):
+    for tick in _ticks(x0, x1, max(2, columns // 10)):
         column = round((tick - x0) / (x1 - x0) * (columns - 1))
         label = f"{tick:.0f}" if tick < 1e6 else f"{tick:.2g}"
         start = max(0, column - len(label) // 2)

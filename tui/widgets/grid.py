@@ -39,12 +39,18 @@ class Column:
     rank: int = 0
 
 
+#: What a tail is laid out by.
+LAST = Column("", "", 0)
+
+
 @dataclass(frozen=True)
 class Row:
-    """What a line shows: spans by column key, and whether it is greyed because it is old."""
+    """What a line shows: spans by column key, and whether it is greyed because it is old. `tail`: spans in
+    the place of a column and all that follow it: a sentence where there are no numbers."""
 
     cells: dict[str, Spans]
     old: bool = False
+    tail: tuple[str, Spans] | None = None
 
 
 class Grid(ScrollView, can_focus=True):
@@ -160,7 +166,7 @@ class Grid(ScrollView, can_focus=True):
             row = self._held[key] = self._row_of(key)
             before = held.get(was[index]) if index < len(was) else None
             y = index - top + 1
-            if before is None or before.old != row.old:
+            if before is None or before.old != row.old or before.tail != row.tail:
                 self._mark(0, y, self.size.width)
                 continue
             if before.cells == row.cells:
@@ -231,6 +237,10 @@ class Grid(ScrollView, can_focus=True):
         style = background + self.palette["cursor"] if cursor else background
         segments: list[Segment] = []
         for column, cells in self._columns:
+            if row.tail is not None and row.tail[0] == column.key:
+                left = width - sum(segment.cell_length for segment in segments)
+                segments.extend(self._cell(row.tail[1], LAST, left, style, row.old))
+                break
             segments.extend(self._cell(row.cells.get(column.key, ()), column, cells, style, row.old))
             segments.append(Segment(" " * GAP, style))
         return Strip(segments).adjust_cell_length(width, style)
