@@ -290,7 +290,9 @@ class Dashboard(App[int]):
         groups: list[tuple[str, list[Binding]]] = []
         told: set[str] = set()
         focused = self.focused
-        chain: list[tuple[str, Any]] = [(f"{self.view.view.capitalize()}: {focused.id}", focused)] if focused else []
+        chain: list[tuple[str, Any]] = (
+            [(f"{self.view.view.capitalize()}: {focused.id}", focused)] if focused else []
+        )
         chain += [(self.view.view.capitalize(), self.view), ("Everywhere", self)]
         for title, owner in chain:
             found: list[Binding] = []
@@ -313,9 +315,7 @@ class Dashboard(App[int]):
         for title, bindings in self._bindings_here():
             for one in bindings:
                 if one.action not in ("command_palette", "focus_next"):
-                    yield SystemCommand(
-                        one.description, f"{title}, key {one.key}", self._runner(one.action)
-                    )
+                    yield SystemCommand(one.description, f"{title}, key {one.key}", self._runner(one.action))
         yield SystemCommand("Choose a theme", "Everywhere", self.action_change_theme)
 
     def _runner(self, action: str) -> Callable[[], None]:

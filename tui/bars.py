@@ -20,6 +20,8 @@ LEGEND: Spans = (
     (FREE, "dim"),
     (" free", "dim"),
 )
+#: Of a marked adapter, in the table and at its validation points: told apart without colour.
+MARKERS = "●▲■◆✚○"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 

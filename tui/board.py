@@ -1,4 +1,4 @@
-"""What every screen reads: the state that is shown, the time, marks and settings. Changed by the app alone."""
+"""What every screen reads: the state that is shown, the time, marks, settings. The app alone changes it."""
 
 from __future__ import annotations
 

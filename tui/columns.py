@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gshare.tui.bars import sparkline
+from gshare.tui.bars import MARKERS, sparkline
 from gshare.tui.board import Board
 from gshare.tui.ranking import number_key, rank_key
 from gshare.tui.rows import Job
@@ -174,7 +174,9 @@ def job_cells(job: Job, board: Board, rank: int | None) -> dict[str, Spans]:
     now = board.now()
     mark = board.marked.index(job.job) if job.job in board.marked else None
     place = str(rank) if rank is not None else "–"
-    marked: Spans = (("◆", f"s{mark}"), (f"{place:>3}", "")) if mark is not None else cell(place, "dim")
+    marked: Spans = (
+        ((MARKERS[mark], f"s{mark}"), (f"{place:>3}", "")) if mark is not None else cell(place, "dim")
+    )
     old = f" {age(now - job.received)}" if board.is_old(job) and job.received else ""
     position = f" {job.position}" if job.position else ""
     steps = UNKNOWN if job.step is None else count(job.step)

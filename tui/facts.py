@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gshare.tui.bars import MARKERS
 from gshare.tui.board import Board
 from gshare.tui.columns import SHORT, state_spans
 from gshare.tui.rows import Job, Node
 from gshare.tui.show import UNKNOWN, Span, age, clean, count, duration, gib, hyper, loss, number, size
 from gshare.tui.source import FileRow
-from gshare.tui.widgets.chart import MARKERS
 
 Lines = list[list[Span]]
 LABEL = 10  # columns of a label
@@ -42,7 +42,8 @@ def job_facts(job: Job, board: Board, files: Sequence[FileRow] | None, files_pro
     if job.hyper:
         lines += [[], [("Hyper-parameters", "head")]]
         lines += [
-            [(f"{SHORT.get(name, name):<{LABEL}} ", "dim"), (hyper(value), "")] for name, value in job.hyper.items()
+            [(f"{SHORT.get(name, name):<{LABEL}} ", "dim"), (hyper(value), "")]
+            for name, value in job.hyper.items()
         ]
     if job.states:
         lines += [[], [("States", "head")]]
@@ -61,7 +62,13 @@ def _files(files: Sequence[FileRow] | None, problem: str, board: Board) -> Lines
     elif not files:
         lines.append([("none yet", "dim")])
     for row in files or ():
-        lines.append([(f"{size(row.size):>9}  ", "dim"), (clean(row.name), ""), (f"  {board.moment(row.changed)}", "dim")])
+        lines.append(
+            [
+                (f"{size(row.size):>9}  ", "dim"),
+                (clean(row.name), ""),
+                (f"  {board.moment(row.changed)}", "dim"),
+            ]
+        )
     return lines
 
 
@@ -69,7 +76,9 @@ def compared_facts(jobs: Sequence[Job], board: Board) -> Lines:
     """Side by side; what differs is marked."""
     lines: Lines = []
     for i, job in enumerate(jobs):
-        lines.append([(f"{MARKERS[i]} ", f"s{i}"), (clean(job.name), f"s{i}"), ("  ", ""), *state_spans(job.state)])
+        lines.append(
+            [(f"{MARKERS[i]} ", f"s{i}"), (clean(job.name), f"s{i}"), ("  ", ""), *state_spans(job.state)]
+        )
     lines += [[], [(" " * LABEL, ""), *((f"{MARKERS[i]:>{CELL}}", f"s{i}") for i in range(len(jobs)))]]
     measured: list[tuple[str, list[str]]] = [
         ("val best", [loss(job.best_val_loss) for job in jobs]),
@@ -92,7 +101,9 @@ def compared_facts(jobs: Sequence[Job], board: Board) -> Lines:
 
 
 def _compared(label: str, values: Sequence[str], role: str) -> list[Span]:
-    cells = [(f"{value if len(value) <= CELL - 1 else value[: CELL - 2] + '…':>{CELL}}", role) for value in values]
+    cells = [
+        (f"{value if len(value) <= CELL - 1 else value[: CELL - 2] + '…':>{CELL}}", role) for value in values
+    ]
     return [(f"{label[:LABEL]:<{LABEL}}", "dim"), *cells]
 
 

@@ -1,7 +1,7 @@
 """What is typed after `/`: words that must occur, and conditions on columns. Pure.
 
-    legal                 in any text of the row          state:running   in that column
-    val<1.3  lr>=1e-4     numbers; unknown never fits     -state:stopped  a minus turns one around
+legal                 in any text of the row          state:running   in that column
+val<1.3  lr>=1e-4     numbers; unknown never fits     -state:stopped  a minus turns one around
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ def _condition(field: Field, sign: str, wanted: str) -> JobTest:
 
     def test(job: Job) -> bool:
         value = field.value(job)
-        return not isinstance(value, str) and value is not None and math.isfinite(value) and compare(value, number)
+        return (
+            not isinstance(value, str)
+            and value is not None
+            and math.isfinite(value)
+            and compare(value, number)
+        )
 
     return test
 

@@ -1,8 +1,8 @@
 """A line plot of text: braille dots in cells, axes with round numbers, linear or logarithmic. Pure.
 
-    y labels │ ⠉⠒⠤⣀   ●
-             └┬───────┬──────
-              0      500    steps
+y labels │ ⠉⠒⠤⣀   ●
+         └┬───────┬──────
+          0      500    steps
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ class Canvas:
     def row(self, index: int) -> list[Span]:
         """One line, neighbours of one role as one span."""
         found: list[Span] = []
-        for bits, mark, role in zip(
-            self._bits[index], self._marks[index], self._roles[index], strict=True
-        ):
+        for bits, mark, role in zip(self._bits[index], self._marks[index], self._roles[index], strict=True):
             text = mark or (chr(_BRAILLE + bits) if bits else " ")
             if found and found[-1][1] == role:
                 found[-1] = (found[-1][0] + text, role)

@@ -37,13 +37,13 @@ def status(board: Board, source: Source) -> tuple[Spans, Spans]:
     nodes = list(state.nodes.values())
     if len(nodes) > 1:
         ready = sum(node.state in _READY for node in nodes)
-        left.append((f" · {ready} of {len(nodes)} nodes ready", "" if ready == len(nodes) else "warn"))
+        left.append((f" · {ready}/{len(nodes)} nodes ready", "" if ready == len(nodes) else "warn"))
     counts = state.counts()
     left.append((" ·" if counts else " · no adapters", "dim"))
     for word, states in _COUNTED.items():
         if number := sum(counts.get(state, 0) for state in states):
             left.append((f" {number} {word}", "bad" if word == "failed" else ""))
-    return tuple(left), (*_replay(source), *_sign(board))
+    return tuple(left), ((" ", ""), *_replay(source), *_sign(board))
 
 
 def _title(state: State, source: Source) -> str:

@@ -25,7 +25,22 @@ class Palette:
 
 
 ROLES = (
-    *("", "title", "dim", "stale", "ok", "run", "wait", "warn", "bad", "best", "mark", "key", "head", "cursor"),
+    *(
+        "",
+        "title",
+        "dim",
+        "stale",
+        "ok",
+        "run",
+        "wait",
+        "warn",
+        "bad",
+        "best",
+        "mark",
+        "key",
+        "head",
+        "cursor",
+    ),
     *("bar.peak", "bar.reserved", "bar.outside", "find"),
     *("s0", "s1", "s2", "s3", "s4", "s5"),
 )

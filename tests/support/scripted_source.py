@@ -141,7 +141,11 @@ def nodes() -> tuple[f.NodeView, ...]:
         ),
         f.NodeView(node="intel", state="ready", seen_s=2.0, jobs=0, info=node_info("intel", [], [])),
         f.NodeView(
-            node="attic", state="lost", reason="SSH keepalive failed; retry in 32 s", seen_s=240.0, host="attic.lan"
+            node="attic",
+            state="lost",
+            reason="SSH keepalive failed; retry in 32 s",
+            seen_s=240.0,
+            host="attic.lan",
         ),
     )
 
@@ -168,7 +172,15 @@ def jobs() -> tuple[f.JobView, ...]:
         job("run[lr=1e-4]", "paused", step=200, loss=1.402, best_val_loss=1.377, best_step=200),
         job("[/]x\x1b[2J", "queued", node="", position=2, reason="waits for 8.0 GiB"),
         job("lr1", "diverged", step=31, loss=math.nan, val_loss=math.nan, reason="non-finite at 31"),
-        job("lr1e-3", "stopped", step=520, loss=0.9, best_val_loss=1.41, best_step=400, reason="overfit at 520"),
+        job(
+            "lr1e-3",
+            "stopped",
+            step=520,
+            loss=0.9,
+            best_val_loss=1.41,
+            best_step=400,
+            reason="overfit at 520",
+        ),
         job("on-attic", "running", node="attic", step=7, loss=2.5),
         job("unknown", "running", node="intel", hyper={}, total_steps=None),
     )

@@ -31,7 +31,10 @@ class LeaderboardView(View):
     def on_job_table_pick_sort(self, event: JobTable.PickSort) -> None:
         event.stop()
         fields = fields_of(self.board.shown.jobs.values())
-        choices = [(field.name, field.title if field.title == field.name else f"{field.title}  ({field.name})") for field in fields]
+        choices = [
+            (field.name, field.title if field.title == field.name else f"{field.title}  ({field.name})")
+            for field in fields
+        ]
 
         def sort(name: str | None) -> None:
             if name is not None:
@@ -42,6 +45,8 @@ class LeaderboardView(View):
     def on_job_table_compare(self, event: JobTable.Compare) -> None:
         event.stop()
         if len(self.board.marked_jobs()) < 2:
-            self.notify("mark two to six adapters with m, then compare them", severity="warning", markup=False)
+            self.notify(
+                "mark two to six adapters with m, then compare them", severity="warning", markup=False
+            )
             return
         self.dashboard.go("adapter")

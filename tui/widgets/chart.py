@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gshare.tui.bars import MARKERS
 from gshare.tui.board import Board
 from gshare.tui.plot import Series, plot
 from gshare.tui.rows import Job
@@ -12,8 +13,6 @@ from gshare.tui.widgets.line import as_text
 from rich.text import Text
 from textual.widget import Widget
 
-#: Of validation points, one an adapter: told apart without colour.
-MARKERS = "●▲■◆✚○"
 #: Points of a training curve that are drawn; more than two a column tell nothing.
 TRAIN_DRAWN = 400
 
@@ -37,7 +36,9 @@ class Chart(Widget):
     def show(self, jobs: Sequence[Job]) -> None:
         """One adapter: training (dim) and validation. Several: the validation curves, a training curve where
         there is no validation."""
-        now = [(job.job, job.name, job.train.last, job.train.size, job.val.last, job.best_step) for job in jobs]
+        now = [
+            (job.job, job.name, job.train.last, job.train.size, job.val.last, job.best_step) for job in jobs
+        ]
         drawn = (now, self._board.settings.log_scale, id(self._board.palette), self._board.is_stale)
         if drawn == self._drawn:
             return

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -122,13 +123,13 @@ class Grid(ScrollView, can_focus=True):
         before = self.cursor_key
         moved = len(keys) != len(self._keys)
         was, self._keys = self._keys, keys
-        if before is not None and self._cursor > 0 and not (
-            self._cursor < len(keys) and keys[self._cursor] == before
+        if (
+            before is not None
+            and self._cursor > 0
+            and not (self._cursor < len(keys) and keys[self._cursor] == before)
         ):
-            try:
+            with contextlib.suppress(ValueError):
                 self._cursor = keys.index(before)
-            except ValueError:
-                pass
         self._cursor = max(0, min(self._cursor, len(keys) - 1))
         if moved:
             self.virtual_size = Size(self.size.width, len(keys) + 1)
@@ -209,7 +210,9 @@ class Grid(ScrollView, can_focus=True):
             shares = sum(column.flex for column in open_)
             given = 0
             for column in open_:
-                more = min(max(1, left * column.flex // shares), column.most - widths[column.key], left - given)
+                more = min(
+                    max(1, left * column.flex // shares), column.most - widths[column.key], left - given
+                )
                 widths[column.key] += more
                 given += more
             if not given:
@@ -259,15 +262,18 @@ class Grid(ScrollView, can_focus=True):
 
     def _cell(self, spans: Spans, column: Column, width: int, style: Style, old: bool) -> list[Segment]:
         """`width` cells of it, the end cut with an ellipsis. Greyed where old."""
-        used, found = 0, []
+        used = 0
+        found: list[Segment] = []
         for text, role in spans:
             length = len(text) if text.isascii() else cell_len(text)
-            if used + length > width:
-                if width - used > 0:
-                    text, length = set_cell_size(text, width - used - 1) + "…", width - used
-                else:
-                    break
-            found.append(Segment(text, style + self.palette["stale" if old else role]))
+            left = width - used
+            painted = style + self.palette["stale" if old else role]
+            if length > left:
+                if left > 0:
+                    found.append(Segment(set_cell_size(text, left - 1) + "…", painted))
+                    used = width
+                break
+            found.append(Segment(text, painted))
             used += length
         if used < width:
             pad = Segment(" " * (width - used), style)

@@ -60,9 +60,7 @@ class JobTable(Grid):
         board, settings = self._board, self._board.settings
         state = board.shown
         jobs = state.ranked()
-        self._ranks = {
-            job.job: rank if _has_rank(job) else None for rank, job in enumerate(jobs, start=1)
-        }
+        self._ranks = {job.job: rank if _has_rank(job) else None for rank, job in enumerate(jobs, start=1)}
         if board.palette is not self.palette:
             self.repaint(board.palette)
         hypers = differing(jobs)
@@ -115,7 +113,9 @@ class JobTable(Grid):
             return Row({})
         cells = job_cells(job, self._board, self._ranks.get(job.job))
         # Without a loss the reason is all there is to say; else it has a column where there is room.
-        tail = ("val", cells["why"]) if job.reason and job.best_val_loss is None and job.step is None else None
+        tail = (
+            ("val", cells["why"]) if job.reason and job.best_val_loss is None and job.step is None else None
+        )
         if job.state in ("diverged", "failed") and job.reason and job.best_val_loss is None:
             tail = ("val", cells["why"])
         return Row(cells, self._board.is_old(job), tail)
@@ -157,7 +157,9 @@ class JobTable(Grid):
         if (job := self.present()) is None:
             return
         if not self._board.toggle_mark(job.job):
-            self.app.notify(f"{MAX_MARKED} are marked already; M unmarks all", severity="warning", markup=False)
+            self.app.notify(
+                f"{MAX_MARKED} are marked already; M unmarks all", severity="warning", markup=False
+            )
         self.action_move(1)
         self.show()
 

@@ -67,7 +67,9 @@ class NodeTable(Grid):
         self._bar = next(cells for width, cells in BARS if self.size.width >= width)
         self.set_columns(columns(self._bar))
         self.empty = "no nodes" if self._board.state.is_live else "nothing is known yet"
-        nodes = [node for node in self._board.shown.nodes.values() if not self._only or node.node == self.node]
+        nodes = [
+            node for node in self._board.shown.nodes.values() if not self._only or node.node == self.node
+        ]
         self.set_rows([(node.node, i) for node in nodes for i in range(max(1, len(node.gpus)))])
 
     @property
@@ -142,5 +144,3 @@ def _cpu_cells(node: Node, bar: int) -> dict[str, Spans]:
         "heat": cell(UNKNOWN, "dim"),
         "power": cell(UNKNOWN, "dim"),
     }
-
-

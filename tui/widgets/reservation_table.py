@@ -66,7 +66,9 @@ class ReservationTable(Grid):
         if row is None:
             self.app.notify("no reservation is chosen", severity="warning", markup=False)
         elif row.state == "waiting":
-            self.app.notify("it waits and holds nothing; stop its job instead", severity="warning", markup=False)
+            self.app.notify(
+                "it waits and holds nothing; stop its job instead", severity="warning", markup=False
+            )
         else:
             self.post_message(Act("release", [row.id], [f"{row.task or row.id} of {row.user}"]))
 

@@ -24,9 +24,12 @@ class Tabs(Line):
         tabs = tuple(
             (f" {i} {view} ", "cursor" if view == present else "dim") for i, view in enumerate(VIEWS, 1)
         )
-        names = [clean(about) or view for view, about in crumbs]
-        path = " › ".join(names[-4:])
-        self.show(tabs, ((f"{path} ", "dim"),) if len(crumbs) > 1 or crumbs[-1][1] else (), palette)
+        path = " › ".join(clean(about) or view for view, about in crumbs)
+        room = self.size.width - sum(cell_len(text) for text, _ in tabs) - 2
+        if cell_len(path) > room:  # where one is matters more than where one came from
+            path = "…" + path[len(path) - max(0, room - 1) :]
+        told = room > 2 and (len(crumbs) > 1 or crumbs[-1][1])
+        self.show(tabs, ((f"{path} ", "dim"),) if told else (), palette)
 
     def on_click(self, event: events.Click) -> None:
         x = 0
