@@ -11,7 +11,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from gshare.agent.errors import UsageError
 
-NOT_A_TERMINAL = "gshare tui needs a terminal; `gshare cluster status --json` and `gshare jobs` print"
+NOT_A_TERMINAL = (
+    "gshare tui needs a terminal as stdin, stdout and stderr; "
+    "`gshare cluster status --json` and `gshare jobs` print instead"
+)
 
 
 def tui(
@@ -61,7 +64,7 @@ def tui(
         raise UsageError("--speed is for --replay alone")
     if record is not None and replay is not None:
         raise UsageError("--record and --replay: name one of them")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # stderr is drawn on
         raise UsageError(NOT_A_TERMINAL)
     source = find_source(
         cluster=cluster, coordinator_state=state_dir, agent=agent, run=run, replay=replay, speed=speed

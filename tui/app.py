@@ -35,7 +35,10 @@ from gshare.tui.settings import Settings
 from gshare.tui.show import clean
 from gshare.tui.source import Replayed, Source
 from gshare.tui.themes import DEFAULT, MONO, NAMES, THEMES, palette_of
+from gshare.tui.tight import TightUpdate
 from gshare.tui.widgets.tabs import VIEWS, Tabs
+from rich.console import RenderableType
+from textual._compositor import ChopsUpdate
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import NoColor
@@ -161,6 +164,11 @@ class Dashboard(App[int]):
                 screen.show_all()
                 return
 
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        if isinstance(renderable, ChopsUpdate):
+            renderable = TightUpdate.of(renderable)
+        super()._display(screen, renderable)
+
     def problems(self) -> list[str]:
         """What else is wrong, for the banner."""
         return [self._recorder.problem] if self._recorder is not None and self._recorder.problem else []
@@ -232,7 +240,7 @@ class Dashboard(App[int]):
         job = table.present() if table is not None else None
         return job.job if job is not None else ""
 
-    def action_back(self) -> None:
+    async def action_back(self) -> None:
         """The filter first, then the screen."""
         if self.view.filter_text():
             self.view.set_filter("")

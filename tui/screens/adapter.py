@@ -97,14 +97,14 @@ class AdapterView(View):
         chart.border_title = Text(names or "no adapter")  # type: ignore[assignment]
         facts = self.query_one("#facts", Lines)
         if compares:
-            facts.show(list(compared_facts(jobs, self.board)), palette)
+            facts.show(compared_facts(jobs, self.board), palette)
         elif jobs:
-            facts.show(list(job_facts(jobs[0], self.board, self._files, self._files_problem)), palette)
+            facts.show(job_facts(jobs[0], self.board, self._files, self._files_problem), palette)
         else:
             facts.show([[("nothing is known of any adapter yet", "dim")]], palette)
         log = self.query_one("#log", Lines)
         log.border_title = Text(f"Log  find: {clean(self._find)}" if self._find else "Log")  # type: ignore[assignment]
-        log.show(list(log_lines(self._log, self._find)), palette)
+        log.show(log_lines(self._log, self._find), palette)
 
     def on_screen_resume(self) -> None:
         super().on_screen_resume()

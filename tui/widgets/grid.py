@@ -273,6 +273,9 @@ class Grid(ScrollView, can_focus=True):
                     found.append(Segment(set_cell_size(text, left - 1) + "…", painted))
                     used = width
                 break
+            if length < width and len(spans) == 1:  # one segment with its padding: half the bytes
+                text_padded = " " * (width - length) + text if column.right else text + " " * (width - length)
+                return [Segment(text_padded, painted)]
             found.append(Segment(text, painted))
             used += length
         if used < width:

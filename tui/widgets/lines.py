@@ -32,14 +32,14 @@ class Lines(ScrollView, can_focus=True):
         """`follow`: stays at the end as lines come, unless one has scrolled away from it."""
         super().__init__(id=id)
         self.palette: Palette = MONO
-        self._lines: list[TextLine] = []
+        self._lines: Sequence[TextLine] = []
         self._follow = follow
 
     @property
     def text(self) -> str:
         return "\n".join("".join(part for part, _ in line) for line in self._lines)
 
-    def show(self, lines: list[TextLine], palette: Palette) -> None:
+    def show(self, lines: Sequence[TextLine], palette: Palette) -> None:
         at_end = self.scroll_y >= self.max_scroll_y - 1
         was, self._lines = self._lines, lines
         new_palette, self.palette = palette is not self.palette, palette
