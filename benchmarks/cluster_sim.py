@@ -11,7 +11,8 @@ good or come back empty, partitions heal before and after ten minutes, attempts 
 the disk at home is full, and the coordinator itself is killed with everything that was under way.
 
 In the end every job must have ended as it should, and every completed one must have been put into its output
-directory once. Counted as events are those that the machine handled; its time is the time inside `handle`.
+directory once. Counted as events are those that the machine handled; its time is the time inside `handle`: of
+the processor for the rate (one core, whatever else runs on it), of the wall clock for a placement.
 
 Exit code 0 when every gate holds, 1 when one fails.
 """
@@ -76,7 +77,7 @@ from gshare.coordinator.facts import (
 EVENTS_A_SECOND = 10_000
 PLACEMENT_P99_MS = 50.0
 #: Simulated seconds after which a run that has not ended is given up.
-GIVE_UP_S = 12 * 3600.0
+GIVE_UP_S = 4 * 3600.0
 #: What a job of the simulation ends as, by the beginning of its name.
 OWN_ENDS: dict[str, JobStateName] = {"bad": "failed", "div": "diverged"}
 GPU_TYPES = (("NVIDIA GeForce RTX 4090", 24564), ("NVIDIA H100 80GB HBM3", 81559), ("Orin", 30000))
@@ -158,7 +159,7 @@ class World:
         self.placed: dict[str, list[int]] = {}  # job → attempts put into its output directory
         self.started: dict[tuple[str, int], tuple[str, str]] = {}
         self.faults: list[str] = []
-        self.events, self.machine_s = 0, 0.0
+        self.events, self.machine_s, self.machine_cpu_s = 0, 0.0, 0.0
         self.placements: list[float] = []  # seconds a placement
         self.happened: dict[str, int] = {}
 
@@ -239,11 +240,12 @@ class World:
         """One event is one transaction: handled, committed, then its actions are begun."""
         if not self.running:
             return
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
         actions = self.cluster.handle(event)
         took = time.perf_counter() - begin
         self.events += 1
         self.machine_s += took
+        self.machine_cpu_s += time.thread_time() - begin_cpu
         starts = [action for action in actions if isinstance(action, Start)]
         new = sum((start.job, start.attempt) not in self.started for start in starts)
         self.placements += [took / new] * new if new else []
@@ -567,7 +569,8 @@ def main() -> int:
         "seed": args.seed,
         "simulated_s": round(world.clock),
         "events": world.events,
-        "events_per_s": round(world.events / world.machine_s),
+        "events_per_cpu_s": round(world.events / world.machine_cpu_s),
+        "events_per_wall_s": round(world.events / world.machine_s),
         "placements": len(placements),
         "placement_p99_ms": round(1000 * placements[int(len(placements) * 0.99)], 3),
         "placement_max_ms": round(1000 * placements[-1], 3),
@@ -586,7 +589,7 @@ def main() -> int:
         "limits kept": not world.faults,
     }
     if not args.no_speed:
-        gates[f"{EVENTS_A_SECOND} events/s"] = report["events_per_s"] >= EVENTS_A_SECOND
+        gates[f"{EVENTS_A_SECOND} events/s"] = report["events_per_cpu_s"] >= EVENTS_A_SECOND
         gates[f"placement p99 {PLACEMENT_P99_MS} ms"] = report["placement_p99_ms"] <= PLACEMENT_P99_MS
     for name, held in gates.items():
         print(f"{name}: {'ok' if held else 'FAILED'}")

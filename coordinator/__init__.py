@@ -1,1 +1,1 @@
-"""gshare.coordinator: many nodes (cluster configuration today; the rest is a later issue)."""
+"""gshare.coordinator: many nodes: cluster configuration, their health, placement, attempts, the store."""

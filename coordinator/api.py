@@ -34,6 +34,7 @@ from gshare.coordinator.api_protocol import (
     FromApiClient,
     JobEnded,
     JobEvent,
+    JobMoved,
 )
 from gshare.coordinator.link import StreamPair
 from gshare.coordinator.tasks import end_tasks
@@ -94,7 +95,7 @@ def job_of(event: ClusterEvent) -> str:
     """The job an event is about; empty: none in particular."""
     if isinstance(event, JobEvent):
         return event.event.job
-    return event.job if isinstance(event, JobEnded) else getattr(event, "job", "")
+    return event.job if isinstance(event, JobEnded | JobMoved) else getattr(event, "job", "")
 
 
 class ApiServer:

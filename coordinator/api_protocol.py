@@ -369,6 +369,19 @@ class JobEvent(_Message, frozen=True, kw_only=True, tag="job_event"):
     event: Event
 
 
+class JobMoved(_Message, frozen=True, kw_only=True, tag="job_moved"):
+    """A job that has not ended entered `state`, was placed on another node, or began another attempt."""
+
+    job: str
+    state: str  # as in `JobRow`
+    node: str = ""
+    attempt: int = 0
+    step: int = 0
+    total_steps: int = 0
+    position: int = 0
+    reason: str = ""
+
+
 class JobEnded(_Message, frozen=True, kw_only=True, tag="job_ended"):
     """The job has its last state. For one that completed, its results are in its output_dir now."""
 
@@ -391,7 +404,7 @@ class ClusterMessage(_Message, frozen=True, kw_only=True, tag="cluster_message")
     job: str = ""
 
 
-ClusterEvent = JobEvent | JobEnded | NodeChanged | ClusterMessage
+ClusterEvent = JobEvent | JobMoved | JobEnded | NodeChanged | ClusterMessage
 
 
 class ClusterEventFrame(_Message, frozen=True, kw_only=True, tag="cluster_event"):

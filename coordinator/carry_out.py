@@ -30,6 +30,7 @@ from gshare.coordinator.blobs import Damaged, DiskFull
 from gshare.coordinator.facts import CheckpointRef, JobRecord
 from gshare.coordinator.file_transfer import Bundle, SourceChanged, pull_bundle, push_files
 from gshare.coordinator.home import Home
+from gshare.coordinator.homecoming import come_home
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import (
     checkpoint_refs,
@@ -213,7 +214,8 @@ class Executor:
                 if record.best_step is not None:
                     best = await self._bundle(link, action.node, action.job, action.attempt, "best")
                     wanted |= {ref.name: ref for ref in best.files}
-                self._home.note_brought(action.job, action.attempt, list(wanted.values()))
+                own = come_home(list(wanted.values()), read_order(record.facts), self._home.blobs)
+                self._home.note_brought(action.job, action.attempt, own)
         except DiskFull as error:
             return _publish_failed(action, f"the results stay on node {action.node}: {error}", retry=True)
         except Damaged as error:

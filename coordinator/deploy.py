@@ -273,10 +273,11 @@ class _Deployment:
             return said or f"ended with code {finished.code}"
         noise, _, line = finished.stdout.rpartition(mark)
         if noise:  # the bridge's frames would come after it, too
+            said = on_node.last_words(noise.decode(errors="replace"))[:80]
             raise self._fault(
                 "protocol",
-                f"its login shell prints {on_node.last_words(noise.decode(errors='replace'))[:80]!r} before a "
-                "program runs; make ~/.bashrc (or what prints it) silent where no terminal is",
+                f"its login shell prints {said!r} before a program runs; make ~/.bashrc (or what "
+                "prints it) silent where no terminal is",
             )
         answer = json.loads(line)
         if failed := answer.get("failed"):

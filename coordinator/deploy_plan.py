@@ -14,6 +14,8 @@ import msgspec
 from gshare.coordinator.node_fault import FaultKind
 
 RETRY_SECONDS = 3600.0
+#: A line that broke is no fault of the version; what is cut off each time, by the OOM killer say, is.
+MOST_INTERRUPTED = 3
 MACHINES = ("x86_64", "aarch64")
 LEAST_PYTHON = (3, 10)
 #: MiB on the node's disk. Measured: an environment that inherits everything takes 3, the base dependencies
@@ -45,6 +47,7 @@ class Complete(msgspec.Struct, frozen=True, kw_only=True):
 class Try(msgspec.Struct, frozen=True, kw_only=True):
     time: float  # the node's clock
     fault: str = ""
+    interrupted: int = 0  # tries in a row that neither failed nor ended: a cut, a reboot, the OOM killer
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +124,8 @@ def too_soon(look: Look, stamp: str) -> str | None:
         return None
     ago = look.time - tried.time
     if not 0 <= ago < RETRY_SECONDS:  # a clock that was set back does not block for ever
+        return None
+    if 0 < tried.interrupted < MOST_INTERRUPTED:
         return None
     return (
         f"installing {stamp} failed {ago / 60:.0f} min ago: {tried.fault}. It is tried once an hour; "

@@ -64,7 +64,8 @@ def _read(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     for _ in range(n_tensors):
         name = _string(file).decode()
         dims = tuple(_scalar(file, "Q") for _ in range(min(_scalar(file, "I"), 8)))
-        file.seek(struct.calcsize("<IQ"), 1)  # type and offset of its data
+        _scalar(file, "I")  # the type of its data
+        _scalar(file, "Q")  # and where they are
         tensors[name] = dims
     return values, tensors
 

@@ -236,7 +236,7 @@ def install(
         complete = finished(home)
         if complete is not None:
             return {"complete": complete}  # somebody else has just done it
-        note_try(state, stamp, "it was interrupted")
+        note_try(state, stamp, "it was interrupted", begun=True)
         try:
             complete = build(home, home / wheel, extra, inherit, torch, environment, timeout)
         except Failed as failed:
@@ -293,14 +293,13 @@ def build(
 
 
 def find_pip(python: str) -> list[str]:
-    """A pip that installs into that environment: an inherited one, else Python's own copy."""
+    """A pip that installs into that environment: an inherited one, its maker's, else Python's own copy."""
     if run([python, "-m", "pip", "--version"], 60).returncode == 0:
         return [python, "-m", "pip"]
-    ensured = run([python, "-m", "ensurepip", "--default-pip"], 120)
-    if ensured.returncode == 0:
-        return [python, "-m", "pip"]
-    if run([sys.executable, "-m", "pip", "--version"], 60).returncode == 0:
+    if run([sys.executable, "-m", "pip", "--python", python, "--version"], 60).returncode == 0:  # 22.3 on
         return [sys.executable, "-m", "pip", "--python", python]
+    if run([python, "-m", "ensurepip", "--default-pip"], 120).returncode == 0:
+        return [python, "-m", "pip"]
     hint = "install its venv module (Debian: python3-venv), or pip"
     raise Failed("no_python", f"{sys.executable} has neither pip nor ensurepip; {hint}")
 
@@ -454,9 +453,12 @@ def make_private(state: Path) -> None:
     state.chmod(0o700)
 
 
-def note_try(state: Path, stamp: str, fault: str) -> None:
+def note_try(state: Path, stamp: str, fault: str, *, begun: bool = False) -> None:
+    """When `stamp` was tried and what came of it; `begun`: one that nobody ends was cut off, and counted."""
     path = state / "install" / "tries.json"
-    tries = {**read_json(path), stamp: {"time": time.time(), "fault": fault}}
+    tries = read_json(path)
+    cut = tries.get(stamp, {}).get("interrupted", 0) + 1 if begun else 0
+    tries[stamp] = {"time": time.time(), "fault": fault, "interrupted": cut}
     newest = sorted(tries, key=lambda name: tries[name].get("time", 0), reverse=True)[:16]
     write_whole(path, json.dumps({name: tries[name] for name in newest}).encode())
 

@@ -1,14 +1,16 @@
 """Which job goes to which slot: pure and incremental.
 
-    score = (free memory / memory that the adapter adds) × speed factor × 1 / (1 + adapters there)
+    score = (free memory / adapter's memory) × speed factor × 1 / (1 + adapters there)
 
-Jobs are taken in the order of their submission; one that fits nowhere now waits, and later ones that fit may
-pass it. The same jobs, nodes and order give the same places: ties go to the name of node and GPU.
+The adapter's memory is what it adds where its base runs already, so an idle GPU is preferred to a shared one
+of its kind; whether it fits counts the base too where it does not run yet. Jobs are taken in the order of
+their submission; one that fits nowhere now waits, and later ones that fit may pass it. The same jobs, nodes
+and order give the same places: ties go to the name of node and GPU.
 
-So that a decision stays cheap with thousands of slots and jobs: slots stand in lists sorted by
-`free × factor / (1 + adapters)`, which does not depend on the job: one list of all, and one per base of those
-that run it (a job that joins needs less there). Waiting jobs with the same needs form a class, looked at
-once. No waiting job fits on any slot as it is, so only slots that got better are looked at again.
+So that a decision stays cheap with thousands of slots and jobs: slots stand in a list sorted by
+`free × factor / (1 + adapters)`, the score but for a factor that is the job's own: the first that fits is the
+best. Waiting jobs with the same needs form a class, looked at once. No waiting job fits on any slot as it is,
+so only slots that got better are looked at again.
 """
 
 from __future__ import annotations
@@ -89,7 +91,6 @@ class Placement:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._ranked: list[tuple[float, str, str]] = []  # (-worth, node, gpu)
-        self._ranked_by_base: dict[str, list[tuple[float, str, str]]] = {}
         self._classes: dict[_Needs, list[tuple[int, str]]] = {}  # members (order, job), sorted
         self._heads: list[tuple[int, _Needs]] = []  # the first of each class, sorted by order
         self._waiting: dict[str, tuple[int, _Needs]] = {}
@@ -226,28 +227,14 @@ class Placement:
     def _find_place(self, job: str) -> Iterator[Placed | Never]:
         """The best slot of all for one job."""
         needs = self._waiting[job][1]
-        join = self._first(self._ranked_by_base.get(needs.base, ()), needs, joins=True)
-        alone = self._first(self._ranked, needs, joins=False)
-        found = [
-            (-slot.worth / mb, slot.node, slot.view.gpu, mb)
-            for slot, mb in ((join, needs.adapter_mb), (alone, needs.base_mb + needs.adapter_mb))
-            if slot is not None
-        ]
-        if found:
-            _, node, gpu, mb = min(found)
-            yield self._place(job, needs, node, gpu, mb)
-        elif self._classes[needs][0][1] == job:  # one judgement holds for the whole class
-            yield from self._judge(needs)
-
-    def _first(
-        self, ranked: list[tuple[float, str, str]] | tuple[()], needs: _Needs, *, joins: bool
-    ) -> Slot | None:
-        for _, node, gpu in ranked:
+        for _, node, gpu in self._ranked:
             owner = self._nodes[node]
-            slot = owner.slots[gpu]
-            if (needs.base in slot.bases) == joins and _fits(needs, owner, slot) is not None:
-                return slot
-        return None
+            mb = _fits(needs, owner, owner.slots[gpu])
+            if mb is not None:
+                yield self._place(job, needs, node, gpu, mb)
+                return
+        if self._classes[needs][0][1] == job:  # one judgement holds for the whole class
+            yield from self._judge(needs)
 
     def _fill(self, keys: list[SlotKey]) -> Iterator[Placed | Never]:
         """Jobs that wait, in their order, for slots that got better."""
@@ -262,7 +249,7 @@ class Placement:
         while at < len(self._heads):
             order, needs = self._heads[at]
             fits = [
-                (-slot.worth / mb, slot.node, slot.view.gpu, mb)
+                (-slot.worth, slot.node, slot.view.gpu, mb)
                 for owner, slot in slots
                 if slot.listed and (mb := _fits(needs, owner, slot)) is not None
             ]
@@ -311,18 +298,11 @@ class Placement:
         if slot.listed:
             entry = (-slot.worth, slot.node, slot.view.gpu)
             insort(self._ranked, entry)
-            for base in slot.bases:
-                insort(self._ranked_by_base.setdefault(base, []), entry)
 
     def _unrank(self, slot: Slot) -> None:
         if slot.listed:
             entry = (-slot.worth, slot.node, slot.view.gpu)
             del self._ranked[bisect_left(self._ranked, entry)]
-            for base in slot.bases:
-                ranked = self._ranked_by_base[base]
-                del ranked[bisect_left(ranked, entry)]
-                if not ranked:
-                    del self._ranked_by_base[base]
             slot.listed = False
 
     def _rank_node(self, node: _Node) -> None:

@@ -48,6 +48,7 @@ from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.facts import ENDED_STATES, JobRecord
 from gshare.coordinator.file_transfer import pull_bundle
 from gshare.coordinator.home import Home
+from gshare.coordinator.homecoming import come_home
 from gshare.coordinator.leaderboard import ranked, row_of
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
@@ -327,6 +328,7 @@ class Requests:
                     kind = RetryLater if not isinstance(error, LinkRefused) or error.retry else GshareError
                     raise kind(f"job {request.job}: {plain(str(error))}") from None
                 files, step = checkpoint_refs(job.checkpoint), job.checkpoint.step
+            files = come_home(files, read_order(job.facts), home.blobs)
             results = [Result(f.name, home.blobs.path(f.sha256), f.sha256, f.size) for f in files]
             mark = f"fetch/{request.job}/{directory}"
             await asyncio.to_thread(place_results, directory, results, mark=mark)

@@ -47,12 +47,14 @@ from gshare.coordinator.api_protocol import (
     DialIn,
     JobEnded,
     JobEvent,
+    JobMoved,
     NodeChanged,
 )
 from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
+from gshare.coordinator.facts import ENDED_STATES, JobRecord
 from gshare.coordinator.home import Home
 from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
@@ -128,6 +130,9 @@ class Coordinator:
         self._cursors: dict[str, Cursor] = {}
         self._moved: set[str] = set()  # nodes whose cursor is not written yet
         self._states: dict[str, str] = {}
+        self._moved_jobs = {  # what was told last of each job: state, node, attempt
+            name: (job.state, job.node, job.attempt) for name, job in self.cluster.jobs.items()
+        }
         #: What each node said last of its attempts: what is the same is not handled (and written) again.
         self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -209,8 +214,9 @@ class Coordinator:
         """Handles and commits one event, with the rows of the outbox that it ends."""
         try:
             actions = self.cluster.handle(event) if event is not None else []
+            changed = self.cluster.take_changed()
             self.store.commit(
-                jobs=self.cluster.take_changed(),
+                jobs=changed,
                 actions=actions,
                 done=done,
                 cursor=cursor,
@@ -219,6 +225,8 @@ class Coordinator:
         except BaseException as error:
             self._fail(error)  # memory is ahead of the disk now: nothing may be done any more
             raise
+        for job in changed:
+            self._announce_job(job)
         for action in actions:
             self._announce(action)
         if isinstance(event, _CHANGES_NODES):
@@ -246,6 +254,26 @@ class Coordinator:
             self._api.publish(JobEnded(job=action.job, state=action.state, reason=action.reason))
         elif isinstance(action, CheckBest):
             self._spawn(self._check_best(action))
+
+    def _announce_job(self, job: JobRecord) -> None:
+        name = job.facts.name
+        now = (job.state, job.node, job.attempt)
+        if self._moved_jobs.get(name) == now:
+            return
+        self._moved_jobs[name] = now
+        if job.state not in ENDED_STATES:  # of an end there is `JobEnded`
+            self._api.publish(
+                JobMoved(
+                    job=name,
+                    state=job.state,
+                    node=job.node,
+                    attempt=job.attempt,
+                    step=job.step,
+                    total_steps=job.total_steps,
+                    position=job.position,
+                    reason=job.reason,
+                )
+            )
 
     def _announce_nodes(self) -> None:
         for name, node in self.cluster.nodes.items():
@@ -369,6 +397,7 @@ class Coordinator:
     # --- what sessions tell (`session.Hooks`)
 
     def deploying(self, node: str, text: str) -> None:
+        self._tell("info", f"{node}: {text}")
         self.feed(events.NodeDeploying(node=node, text=text))
 
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:

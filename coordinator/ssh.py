@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import os
 import shlex
 import socket
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ CONNECT_SECONDS = 20.0
 KEEPALIVE_SECONDS = 15.0  # asyncssh's own default is none at all
 KEEPALIVE_COUNT = 3
 MAX_HOPS = 8
+SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 AGENT_PORT = 7433
 
 
@@ -254,9 +256,8 @@ async def _hop(
 
 
 def _config_files() -> list[Path]:
-    """The user's ssh_config, where there is one (options made on their own read none)."""
-    file = Path.home() / ".ssh" / "config"
-    return [file] if file.exists() else []
+    """The user's ssh_config and the system's; the first value counts. asyncssh reads none by itself here."""
+    return [file for file in (Path.home() / ".ssh" / "config", SYSTEM_CONFIG) if os.access(file, os.R_OK)]
 
 
 def connection_fault(node: NodeConfig, hop: Hop, error: Exception, *, jumped: bool) -> NodeFault:
@@ -294,8 +295,11 @@ def connection_fault(node: NodeConfig, hop: Hop, error: Exception, *, jumped: bo
         text = f"{at}: the connection was lost: {error.reason or 'closed by the other side'}"
         return NodeFault(node.name, "lost", text + (" (through the jump host)" if jumped else ""))
     if isinstance(error, OSError):
-        kind = "timeout" if error.errno == errno.ETIMEDOUT else "unreachable"
-        return NodeFault(node.name, kind, f"{at}: {error.strerror or error}; check the network")
+        # For ssh_config's ConnectTimeout asyncssh raises a bare TimeoutError, an OSError from Python 3.11 on.
+        timed_out = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
+        kind = "timeout" if timed_out else "unreachable"
+        why = error.strerror or str(error) or "no answer within ConnectTimeout"
+        return NodeFault(node.name, kind, f"{at}: {why}; check the network")
     return NodeFault(node.name, "config", f"{at}: {error}; see ~/.ssh/config")
 
 

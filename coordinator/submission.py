@@ -113,10 +113,9 @@ def _memory(run: RunSpec, spec: AdapterSpec, shape: ModelShape | None) -> tuple[
 
 def _file(path: Path, say: Say) -> LocalFile:
     say(f"hashing {path.name}")
-    # The node gives a file the name that it gets here, and data formats go by the suffix.
-    name = (
-        path.name if name_fault(path.name) is None else f"data{path.suffix if path.suffix.isalnum() else ''}"
-    )
+    # It gets this name on the node, where the format of data goes by the suffix.
+    names = (path.name, f"file{path.suffix}")
+    name = next((name for name in names if name_fault(name) is None), "file")
     try:
         return LocalFile(name=name, path=str(path), sha256=hash_file(path), size=path.stat().st_size)
     except OSError as error:

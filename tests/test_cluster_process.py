@@ -23,36 +23,140 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, own_directories: None) -> Iterator[LocalCluster]:
-    made = LocalCluster(tmp_path / "it", "a", "b", "c")
+    """Two nodes with room for two adapters each."""
+    made = LocalCluster(tmp_path / "it", "a", "b", max_adapters=2)
     yield made
     made.close()
 
 
-def adapter_of(cluster: LocalCluster, name: str, steps: int) -> None:
-    assert cluster.adapter(name).decode() == weights_after(name, steps)
-
-
 def test_an_agent_and_the_coordinator_are_killed_and_everything_comes_home(cluster: LocalCluster) -> None:
-    names = [f"job{number}" for number in range(6)]
+    names = [f"job{number}" for number in range(4)]
     cluster.write_jobs({name: "steps=30,sleep=0.1,save=5,files=1" for name in names})
     done = cluster.gshare("submit", "--adapters-config", cluster.spec)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == names
     cluster.until(lambda: all(job.step >= 6 for job in cluster.jobs().values()))
-    node = cluster.jobs()["job0"].node
-    agent, coordinator = cluster.agent_pid(node), cluster.coordinator_pid()
+    assert {job.node for job in cluster.jobs().values()} == {"a", "b"}
+    agent, coordinator = cluster.agent_pid("a"), cluster.coordinator_pid()
     assert agent
     assert coordinator
     os.kill(agent, signal.SIGKILL)
     os.kill(coordinator, signal.SIGKILL)
-    watch = cluster.start("coordinator")
+    again = cluster.start("coordinator")
     cluster.until_ended(*names)
     jobs = cluster.jobs()
     assert {job.state for job in jobs.values()} == {"completed"}, jobs
     assert all(job.placed for job in jobs.values())
+    assert {job.attempt for job in jobs.values()} == {1}  # the agent took its own up again
     for name in names:
-        adapter_of(cluster, name, 30)
-        adapter_of_best = cluster.root / "out" / name / "best" / "manifest.json"
-        assert json.loads(adapter_of_best.read_text())["files"]
+        assert cluster.adapter(name).decode() == weights_after(name, 30)
+        manifest = cluster.root / "out" / name / "best" / "manifest.json"
+        assert json.loads(manifest.read_text())["files"]
+    again.send_signal(signal.SIGINT)
+    assert again.wait(30) == 130
+
+
+def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
+    """One cluster for all of them: starting it is what takes the time."""
+    nothing = cluster.gshare("cluster", "status")
+    assert (nothing.returncode, nothing.stdout) == (75, "")
+    assert "gshare coordinator" in nothing.stderr
+
+    checked = cluster.gshare("cluster", "check", "--json")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert [json.loads(line)["ok"] for line in checked.stdout.splitlines()] == [True, True]
+
+    cluster.write_jobs({"long": "steps=100000,sleep=0.05,save=5,files=1", "brief": "steps=6,files=1"})
+    watch = cluster.start("submit", "--adapters-config", cluster.spec, "--watch", "--json")
+    cluster.until(lambda: "brief" in (jobs := cluster.jobs()) and jobs["brief"].state == "completed")
+    cluster.until(lambda: cluster.jobs()["long"].step > 5)
     watch.send_signal(signal.SIGINT)
-    assert watch.wait(30) == 130
+    out, err = watch.communicate(timeout=30)
+    assert watch.returncode == 130, err
+    assert "left 1 job running" in err
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"][-1] == "completed"
+    assert cluster.jobs()["long"].state == "running"
+    assert cluster.adapter("brief").decode() == weights_after("brief", 6)
+
+    status = cluster.status()
+    assert {node["node"]: node["info"]["hostname"] != "" for node in status["nodes"]} == {
+        "a": True,
+        "b": True,
+    }
+    assert {job["job"]: job["state"] for job in status["jobs"]} == {"long": "running", "brief": "completed"}
+    assert {row["job"] for row in status["leaderboard"]} == {"long", "brief"}
+    table = cluster.gshare("jobs", "list")
+    assert "completed" in table.stdout, table.stderr
+
+    second = cluster.gshare("coordinator")
+    assert second.returncode == 75
+    assert "another coordinator runs" in second.stderr
+    again = cluster.gshare("submit", "--adapters-config", cluster.spec)
+    assert again.returncode == 2  # brief's directory holds its results
+    assert "already holds this run" in again.stderr
+    unknown = cluster.gshare("jobs", "stop", "lnog")
+    assert unknown.returncode == 2
+    assert "did you mean long?" in unknown.stderr
+
+    assert cluster.gshare("jobs", "pause", "long").returncode == 0
+    cluster.until(lambda: cluster.jobs()["long"].state == "paused")
+    assert cluster.gshare("jobs", "resume", "long").returncode == 0
+    cluster.until(lambda: cluster.jobs()["long"].state == "running")
+    log = cluster.gshare("jobs", "logs", "long")
+    assert log.returncode == 0, log.stderr
+    to = cluster.root / "fetched"
+    fetched = cluster.gshare("jobs", "fetch", "long", str(to))
+    assert (fetched.returncode, fetched.stdout.strip()) == (0, str(to)), fetched.stderr
+    assert (to / "best" / "adapter_model.safetensors").stat().st_size > 0
+    assert cluster.gshare("jobs", "stop", "long").returncode == 0
+    cluster.until_ended("long")
+    assert cluster.jobs()["long"].state == "stopped"
+    attached = cluster.gshare("jobs", "attach", "long")
+    assert attached.returncode == 130, attached.stderr
+
+    pid = cluster.coordinator_pid()
+    stopped = cluster.gshare("coordinator", "stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert f"coordinator {pid} has ended" in stopped.stderr
+
+
+def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_directories: None) -> None:
+    cluster = LocalCluster(tmp_path / "it")
+    cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
+    done = cluster.gshare("coordinator", "--expect-workers", "1", "--timeout", "2")
+    assert done.returncode == 75, done.stderr
+    assert "0 of 1 workers are ready" in done.stderr
+    assert "far: new" in done.stderr
+    assert "127.0.0.1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("coordinator", "--expect-workers", "-1"), "--expect-workers"),
+        (("coordinator", "--timeout", "soon"), "--timeout"),
+        (("submit",), "--model is missing"),
+        (("jobs", "stop"), "name at least one job"),
+        (("jobs", "logs", "x", "--max-bytes", "0"), "--max-bytes"),
+    ],
+)
+def test_wrong_flags_are_one_message_and_nothing_is_started(
+    tmp_path: Path, own_directories: None, words: tuple[str, ...], told: str
+) -> None:
+    cluster = LocalCluster(tmp_path / "it", "a")
+    done = cluster.gshare(*words)
+    assert done.returncode == 2, done.stderr
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not cluster.home.exists()
+
+
+def test_a_wrong_cluster_file_is_told_whole_by_submit(tmp_path: Path, own_directories: None) -> None:
+    cluster = LocalCluster(tmp_path / "it", "a")
+    cluster.write_jobs({"job": "steps=1"})
+    cluster.file.write_text('[[node]]\nname = "../x"\ntransport = "local"\nprot = 1\n[[node]]\n')
+    done = cluster.gshare("submit", "--adapters-config", cluster.spec)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) >= 3
+    assert not cluster.home.exists()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_killed_at_any_commit_nothing_is_lost_and_nothing_doubled(
                 assert kills < 500
                 try:
                     async with it.running():
-                        await it.until(lambda: ended(it, *names))
+                        await it.until(partial(ended, it, *names))
                         break
                 except (Killed, AssertionError):
                     kills += 1

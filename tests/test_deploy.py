@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from gshare.coordinator.deploy_plan import Deployed, Hello
 from gshare.coordinator.host_keys import HostKeys
 from gshare.coordinator.node_fault import NodeFault
 from gshare.coordinator.remote import Remote, reach
-from sshd import other_user, start_sshd
+from sshd import Sshd, free_port, make_key, other_user, require_sshd, start_sshd
 from wheelhouse import make_wheelhouse
 
 SUPPORT = Path(__file__).parent / "support"
@@ -233,10 +235,13 @@ def test_two_builds_do_not_replace_each_other_in_a_loop(
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> str:
-    """An interpreter without torch or anything else."""
+    """An interpreter that has pip and nothing else."""
+    pip = pytest.importorskip("pip")
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=120
     )
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    (packages / "pip").symlink_to(Path(pip.__file__).parent)
     return str(tmp_path / "bare" / "bin" / "python")
 
 
@@ -248,6 +253,7 @@ def no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
 
 
+@pytest.mark.slow
 def test_without_torch_an_environment_is_made_from_an_index(
     local: Callable[..., NodeConfig],
     bare_python: str,
@@ -292,8 +298,11 @@ def test_an_install_that_fails_is_not_tried_again_within_the_hour(
         True,
     )
     assert tries.read_text() == before  # nothing was tried
-    fault_of(node, force=True)
-    assert tries.read_text() != before
+    (installation,) = [path for path in tries.parent.iterdir() if path.is_dir()]
+    shutil.rmtree(installation)
+    installation.write_text("")  # in the way, so that a try fails at once
+    assert "once an hour" in fault_of(node).text
+    assert str(installation) in fault_of(node, force=True).text
 
 
 def test_a_python_that_is_missing_or_is_none_is_named(local: Callable[..., NodeConfig]) -> None:
@@ -320,10 +329,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_found_before_anything_is_written(small_disk: Path) -> None:
-    node = NodeConfig(
-        name="here", transport="local", python=sys.executable, state_dir=str(small_disk / "state")
-    )
+def test_a_disk_that_is_too_small_is_found_before_anything_is_written(
+    small_disk: Path, bare_python: str
+) -> None:
+    node = NodeConfig(name="here", transport="local", python=bare_python, state_dir=str(small_disk / "state"))
     fault = fault_of(node)
     assert (fault.kind, fault.transient, "make room" in fault.text) == ("disk_full", True, True)
     assert list(small_disk.iterdir()) == []
@@ -371,12 +380,21 @@ def python_for(user: str, folder: Path) -> str | None:
     sees the same packages.
     """
 
+    entry = pwd.getpwnam(user)
+
     def works(python: str) -> bool:
-        command = ["setpriv", "--reuid", user, "--clear-groups", python, "-c", "import torch"]
+        environment = {"PATH": os.environ["PATH"], "HOME": "/"}
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            environment = {"PATH": os.environ["PATH"], "HOME": "/"}
             done = subprocess.run(
-                command, capture_output=True, check=False, timeout=120, env=environment, cwd="/"
+                [python, "-c", "import torch"],
+                capture_output=True,
+                check=False,
+                timeout=120,
+                env=environment,
+                cwd="/",
+                user=entry.pw_uid,
+                group=entry.pw_gid,
+                extra_groups=[],
             )
             return done.returncode == 0
         return False
@@ -405,17 +423,36 @@ def test_into_the_empty_home_of_another_user(tmp_path: Path, no_paths: None) -> 
             pytest.skip(f"no interpreter with torch that {user} may run")
         try:
             with start_sshd(tmp_path / "sshd", user=user, home=home, forwarding=False, sftp=False) as sshd:
-                check_deploy_over_ssh(sshd.node(python=python), sshd.known_hosts_line, home, tmp_path, python)
+                check_deploy_over_ssh(sshd, home, tmp_path, python)
         finally:
             shutil.rmtree(home.parent / f"{home.name}-python", ignore_errors=True)
 
 
-def check_deploy_over_ssh(node: NodeConfig, known: str, home: Path, tmp_path: Path, python: str) -> None:
-    (tmp_path / "known_hosts").write_text(known)
+def cut_while_it_installs(node: NodeConfig, keys: HostKeys, sshd: Sshd, install: Path) -> None:
+    """Kills the connection and all that it started, in the middle of a deploy."""
+
+    async def main() -> None:
+        remote = await reach(node, keys)
+        deploying = asyncio.ensure_future(deploy(remote))
+        while not deploying.done() and not list(install.glob("*/venv/pyvenv.cfg")):
+            await asyncio.sleep(0.01)
+        sshd.signal_sessions(signal.SIGKILL)
+        with pytest.raises(NodeFault) as caught:
+            await deploying
+        assert (caught.value.kind, caught.value.transient) == ("lost", True)
+        await remote.close()
+
+    asyncio.run(main())
+    assert not list(install.glob("*/complete.json"))
+
+
+def check_deploy_over_ssh(sshd: Sshd, home: Path, tmp_path: Path, python: str) -> None:
+    (tmp_path / "known_hosts").write_text(sshd.known_hosts_line)
     keys = HostKeys(tmp_path / "known_hosts", also_read=())
     inside = sorted(path.name for path in Path(python).parents[1].rglob("*.pth"))
     state = f"{home}/a $(touch pwned) 'b"
-    node = NodeConfig(**{**{f: getattr(node, f) for f in node.__struct_fields__}, "state_dir": state})
+    node = sshd.node(python=python, state_dir=state)
+    cut_while_it_installs(node, keys, sshd, Path(state) / "install")
     first = run(node, keys)
     assert [step.split()[0] for step in first.done] == ["installed", "started"]
     assert first.torch
@@ -441,20 +478,152 @@ def check_deploy_over_ssh(node: NodeConfig, known: str, home: Path, tmp_path: Pa
     deadline = time.monotonic() + 60
     while on_node.running(Path(state)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    fault = None
-    try:
-        hello(node, first, keys)
-    except NodeFault as error:
-        fault = error
-    assert fault is None  # the bridge was started and ended by itself
+    assert hello(node, first, keys) is None  # the bridge finds no agent, and ends
     assert run(node, keys).done == ("started the agent",)
 
 
-def test_a_login_shell_that_prints_is_named(tmp_path: Path) -> None:
+def test_an_agent_that_listens_itself_is_reached_by_its_subsystem(tmp_path: Path) -> None:
+    """transport "agent": nothing is deployed; its own host key is checked like any other."""
+    require_sshd()  # for ssh-keygen
+    key, port = make_key(tmp_path / "key"), free_port()
+    state = tmp_path / "state"
+    words = ["agent", "--state-dir", str(state), "--bind", f"127.0.0.1:{port}"]
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "gshare.cli.main", *words, "--authorized-keys", f"{key}.pub"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert agent.stderr is not None
+        while "host key SHA256:" not in (line := agent.stderr.readline()):
+            assert line, "the agent ended"
+        node = NodeConfig(
+            name="lab",
+            host="127.0.0.1",
+            port=port,
+            transport="agent",
+            identity=str(key),
+            user=getpass.getuser(),
+        )
+
+        async def ask(keys: HostKeys) -> Hello | None:
+            remote = await reach(node, keys)
+            channel = await open_channel(remote)
+            try:
+                return await asyncio.wait_for(deploy_module._ask(channel), 30)
+            finally:
+                await channel.close()
+                await remote.close()
+
+        with pytest.raises(NodeFault) as caught:
+            asyncio.run(ask(HostKeys(tmp_path / "known_hosts", also_read=())))
+        assert caught.value.kind == "host_key_unknown"
+        assert line.strip().endswith(caught.value.text.split("key is ")[1].split(";")[0])
+        found = asyncio.run(ask(HostKeys(tmp_path / "known_hosts", also_read=(), accept_new=True)))
+        assert found is not None
+        assert found.protocol == NODE_PROTOCOL_VERSION
+    finally:
+        agent.kill()
+        agent.wait(10)
+        assert agent.stderr is not None
+        agent.stderr.close()
+
+
+def test_a_login_shell_that_prints_is_named(tmp_path: Path, bare_python: str) -> None:
     command = 'ForceCommand echo Welcome to desk; exec sh -c "$SSH_ORIGINAL_COMMAND"'
     with start_sshd(tmp_path / "sshd", more=(command,)) as sshd:
         (tmp_path / "known_hosts").write_text(sshd.known_hosts_line)
         keys = HostKeys(tmp_path / "known_hosts", also_read=())
-        fault = fault_of(sshd.node(python=sys.executable, state_dir=str(tmp_path / "state")), keys)
+        fault = fault_of(sshd.node(python=bare_python, state_dir=str(tmp_path / "state")), keys)
     assert (fault.kind, "Welcome to desk" in fault.text) == ("protocol", True)
     assert not (tmp_path / "state").exists()
+
+
+# --- what else may be wrong with a node
+
+
+def test_a_torch_that_cannot_be_imported_is_named(local: Callable[..., NodeConfig], bare_python: str) -> None:
+    (packages,) = Path(bare_python).parents[1].glob("lib/python*/site-packages")
+    (packages / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')\n")
+    fault = fault_of(local(python=bare_python))
+    assert (fault.kind, "libcudart.so.13" in fault.text) == ("no_torch", True)
+
+
+def test_another_machine_is_refused(
+    local: Callable[..., NodeConfig], bare_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy_module, "MACHINES", ("vax",))
+    fault = fault_of(local(python=bare_python))
+    assert (fault.kind, "vax" in fault.text) == ("machine", True)
+
+
+def test_files_in_the_home_are_not_taken_for_python_modules(
+    local: Callable[..., NodeConfig], bare_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -` looks in the current folder first, which over SSH is the home."""
+    for name in ("json", "base64", "socket", "gshare"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
+    program = deploy_module._program() + f"\nerrand({json.dumps(json.dumps(LOOK))})\n"
+    done = subprocess.run(
+        [bare_python, "-"], input=program, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert json.loads(done.stdout.split(on_node.MARK)[1])["python"]
+
+
+LOOK = {"op": "look", "state_dir": None, "stamp": "v", "want_torch": False}
+
+
+# --- systemd
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's systemd that says yes; what it was asked is a line each in the file returned."""
+    asked = tmp_path / "asked"
+    asked.write_text("")
+    program = tmp_path / "bin" / "systemctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >>{asked}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return asked
+
+
+def test_with_systemd_the_unit_gets_its_environment_by_a_drop_in(tmp_path: Path, systemctl: Path) -> None:
+    state = tmp_path / "state"
+    assert on_node.has_systemd(state)
+    # `gshare agent --install`, whose unit starts an agent.
+    install = (
+        "import subprocess, sys\n"
+        f"assert sys.argv[1:] == ['agent', '--install', '--state-dir', {str(state)!r}], sys.argv\n"
+        f"agent = [{str(SUPPORT / 'straw_agent.py')!r}, {str(state)!r}, '1', '1', '0']\n"
+        "subprocess.Popen([sys.executable, *agent],"
+        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+    )
+    environment = {"A": 'x "y" \\ %h\nz'}
+    try:
+        found = on_node.start(str(state), "v~1", [sys.executable, "-c", install], environment, True)
+        assert found["running"]["pid"]
+    finally:
+        end_agent(state)
+    drop_in = (tmp_path / "config/systemd/user/gshare-agent.service.d/deployed.conf").read_text()
+    assert drop_in.splitlines() == [
+        "[Service]",
+        f"WorkingDirectory={state}",
+        'Environment="A=x \\"y\\" \\\\ %%h\\nz"',
+        'Environment="GSHARE_DEPLOYED=v~1"',
+        'Environment="PYTHONSAFEPATH=1"',
+    ]
+
+
+def test_the_one_unit_of_a_user_is_not_taken_from_another_state_directory(
+    tmp_path: Path, systemctl: Path
+) -> None:
+    unit = tmp_path / "config/systemd/user/gshare-agent.service"
+    unit.parent.mkdir(parents=True)
+    unit.write_text(f'ExecStart="python" "agent" "--state-dir" "{tmp_path / "first"}"\n')
+    assert on_node.has_systemd(tmp_path / "first")
+    assert not on_node.has_systemd(tmp_path / "second")

@@ -91,6 +91,8 @@ def test_one_try_a_version_and_hour() -> None:
     assert too_soon(look(tries=tries, time=99_000.0), "v1") is None  # the clock was set back
     assert too_soon(look(tries=tries), "v2") is None  # that one went well
     assert too_soon(look(tries=tries), "v3") is None
+    cut = [{"v1": Try(time=100_000.0, fault="it was interrupted", interrupted=n)} for n in (1, 2, 3, 4)]
+    assert [too_soon(look(tries=tried), "v1") is None for tried in cut] == [True, True, False, False]
 
 
 def test_disk_is_asked_for_with_a_reserve() -> None:

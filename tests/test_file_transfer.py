@@ -11,8 +11,8 @@ from fake_agent import FakeAgent, FakeAttempt, run_with_agent, sha, start_fields
 from gshare.agent.node import protocol as p
 from gshare.coordinator import blobs as blobs_module
 from gshare.coordinator.blobs import BlobStore, Damaged, DiskFull, path_fault
-from gshare.coordinator.link import LinkGone, LinkRefused
 from gshare.coordinator.file_transfer import Source, SourceChanged, check_bundle, pull_bundle, push_files
+from gshare.coordinator.link import LinkGone, LinkRefused
 
 
 def source(path: Path, data: bytes) -> Source:
@@ -128,12 +128,9 @@ def test_a_bundle_comes_home_whole(tmp_path: Path) -> None:
     async def test(agent: FakeAgent) -> None:
         link, _ = await attempt_of(agent)
         bundle = await pull_bundle(link, "a", 1, "best", store)
-        assert {ref.name for ref in bundle.files} == {
-            "adapter_config.json",
-            "adapter_model.safetensors",
-            "metadata.json",
-        }
-        adapter = next(ref for ref in bundle.files if ref.name == "adapter_model.safetensors")
+        names = ("adapter_config.json", "adapter_model.safetensors", "metadata.json")
+        assert {ref.name for ref in bundle.files} == {f"best/{name}" for name in names}
+        adapter = next(ref for ref in bundle.files if ref.name == "best/adapter_model.safetensors")
         assert store.path(adapter.sha256).read_bytes() == weights("a", 4)
         assert (bundle.step, bundle.val_loss) == (4, 0.5)
         assert not agent._bundles  # released

@@ -13,15 +13,17 @@ import msgspec
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.events import CheckpointSaved, Evaluated, JobChanged, LastLosses
-from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.node import blobs as blobs_module
 from gshare.agent.node import durable, records
+from gshare.agent.node.attempt import _still_prepared
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import MAX_BUNDLES, Bundles
 from gshare.agent.node.checks import check_owner, check_refs, local_name, owner_tag
 from gshare.agent.node.durable import DiskFull, write_struct
 from gshare.agent.node.journal import RESTART_JUMP, NodeJournal
 from gshare.agent.node.models import collect_models, model_hash, model_path, place_model
+from gshare.agent.node.prepare_job import PreparedJob
 from gshare.agent.node.progress import advance, found_on_disk
 from gshare.agent.node.protocol import (
     CHUNK_BYTES,
@@ -305,6 +307,23 @@ def test_a_record_is_written_whole(tmp_path: Path, store: BlobStore, monkeypatch
     assert (tmp_path / "attempt.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt.json", "blobs"]
     assert msgspec.json.decode(before, type=AttemptRecord) == record
+
+
+def test_what_was_prepared_is_used_again_only_while_it_is_there(tmp_path: Path) -> None:
+    for name in ("model", "tokens"):
+        (tmp_path / name).mkdir()
+    spec = AdapterSpec(name="a", data="x", output_dir="y")
+    request = JobRequest(spec=spec, train_store=str(tmp_path / "tokens"), train_hash="0" * 64)
+    prepared = PreparedJob(model_dir=str(tmp_path / "model"), request=request, notes=["said once"])
+    path = tmp_path / "prepared.json"
+    assert _still_prepared(path) is None
+    write_struct(path, prepared)
+    assert _still_prepared(path) == msgspec.structs.replace(prepared, notes=[])
+    (tmp_path / "tokens").rmdir()
+    assert _still_prepared(path) is None
+    (tmp_path / "tokens").mkdir()
+    path.write_bytes(path.read_bytes()[:40])
+    assert _still_prepared(path) is None
 
 
 # ---------------------------------------------------------------------- state directory

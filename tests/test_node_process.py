@@ -217,6 +217,7 @@ def test_a_poisonous_job_fails_by_its_own_fault_and_the_node_goes_on(agent: Agen
         ("bad_data=1", "fake", "row 1: no text", False),
         ("steps=2", "missing", "not on this node", True),
         ("steps=5,fail_at=2", "fake", "its script says so", False),
+        ("steps=5,full_at=2", "fake", "disk full", True),
     ],
 )
 def test_whose_fault_a_failure_is(
@@ -418,7 +419,9 @@ def test_gpu_memory_is_reserved_and_waited_for(tmp_path: Path, monkeypatch: pyte
         hasty = client.wait_end("hasty")
         assert (hasty.state, hasty.retry) == ("failed", True)
         client.start("huge", "steps=3", gpu="GPU-one", budget_mb=20000)
-        assert client.wait_end("huge").state == "failed"
+        huge = client.wait_end("huge")
+        assert (huge.state, huge.retry) == ("failed", True)  # it may fit on another node
+        assert "can never fit" in huge.reason
         info = client.ask(protocol.DescribeNode)
         assert {row.state for row in info.reservations} == {"held", "waiting"}
         assert info.gpus[0].reserved_mb == 6000

@@ -71,7 +71,7 @@ def start(client: NodeClient, name: str, model: ModelRef) -> None:
 def test_the_agent_killed_twice_and_its_trainer_once_give_the_bytes_of_a_solo_run(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two attempts, of which one has its base pushed; a kill of the agent, then of everything at once."""
+    """Two attempts on a base that was pushed, on one trainer; a kill of the agent, then of everything."""
     for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
         (tmp_path / variable).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / variable))
@@ -90,7 +90,7 @@ def test_the_agent_killed_twice_and_its_trainer_once_give_the_bytes_of_a_solo_ru
             if path.is_file()
         ]
         start(client, "a", ModelRef(name="tiny", files=files))
-        start(client, "b", ModelRef(name="tiny", path=str(tiny_checkpoint)))
+        start(client, "b", ModelRef(name="tiny", files=files))
         for beyond in (6, 24):
             for name in "ab":
                 client.wait(name, lambda status, beyond=beyond: status.step > beyond)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sshd as sshd_support
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.host_keys import HostKeys, HostKeyUnknown
 from gshare.coordinator.node_fault import NodeFault
@@ -275,6 +276,12 @@ def test_timeouts_of_silent_nodes_run_side_by_side(home: Path, silent: int, sshd
     assert took < 20  # summed they are 40 s
 
 
+def test_the_connect_timeout_of_ssh_config_counts_too(home: Path, silent: int) -> None:
+    (home / ".ssh" / "config").write_text("Host *\n  ConnectTimeout 1\n")
+    node = NodeConfig(name="dark", host="127.0.0.1", port=silent)
+    assert fault_of(node, keys_of(home), timeout=60).kind == "timeout"
+
+
 def test_a_black_hole_in_the_middle_ends_the_connection(home: Path, sshd: Sshd) -> None:
     """SIGSTOP: TCP acknowledges, nobody answers. Without keepalive it would wait for ever."""
 
@@ -319,3 +326,13 @@ def test_a_jump_host_that_cannot_be_read_is_named(home: Path, jump: str) -> None
     node = NodeConfig(name="desk", host="127.0.0.1", proxy_jump=jump)
     fault = fault_of(node, HostKeys(home / "known_hosts", also_read=()))
     assert (fault.kind, "proxy_jump" in fault.text) == ("config", True)
+
+
+def test_without_sshd_these_tests_are_skipped_or_fail_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sshd_support, "SSHD", None)
+    monkeypatch.delenv("GSHARE_REQUIRE_SSHD", raising=False)
+    with pytest.raises(pytest.skip.Exception):
+        sshd_support.require_sshd()
+    monkeypatch.setenv("GSHARE_REQUIRE_SSHD", "1")
+    with pytest.raises(pytest.fail.Exception):
+        sshd_support.require_sshd()

@@ -41,6 +41,8 @@ NODE_SECONDS = 3.0
 ATTEMPTS_SECONDS = 10.0
 SAMPLE_LINES = 10_000
 MAX_SAMPLE_PAGES = 20
+#: Lists asked for in a row while attempts keep changing; the last one is taken as it is.
+MAX_LISTS = 5
 _ADDRESS = re.compile(
     r"(?:(?P<user>[^@/:]+)@)?(?P<host>\[[0-9A-Fa-f:.]+\]|[^@/:\[\]]+)(?::(?P<port>\d{1,5}))?\Z"
 )
@@ -65,6 +67,7 @@ class AgentSource(ConnectedSource):
         self._old = 0.0  # events of before this (the node's clock) are told, and change nothing
         self._attempts: dict[str, AttemptStatus] = {}  # by key
         self._info: NodeInfo | None = None
+        self._moves = 0  # changes of state that were told
 
     def last_heard(self) -> float | None:
         return self._heard if self._link is not None else None
@@ -133,6 +136,7 @@ class AgentSource(ConnectedSource):
         event = told.event
         self.flush(key)
         if isinstance(event, JobChanged):
+            self._moves += 1
             self.emit(
                 f.JobState(
                     **moment,
@@ -183,7 +187,12 @@ class AgentSource(ConnectedSource):
         self.emit(f.Snapshot(**self.now(info.time), nodes=(view,)))
 
     async def _ask_attempts(self, link: AgentLink) -> None:
-        listed = (await link.ask(Attempts, ListAttempts)).attempts
+        listed: list[AttemptStatus] = []
+        for _ in range(MAX_LISTS):
+            before = self._moves
+            listed = (await link.ask(Attempts, ListAttempts)).attempts
+            if self._moves == before:  # else it may be older than what was told meanwhile
+                break
         self._heard = time.monotonic()
         newest: dict[tuple[str, str], AttemptStatus] = {}
         for status in listed:

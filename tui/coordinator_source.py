@@ -32,6 +32,7 @@ from gshare.coordinator.api_protocol import (
     JobEvaluations,
     JobEvent,
     JobLog,
+    JobMoved,
     JobRow,
     JobRows,
     JobSamples,
@@ -163,6 +164,8 @@ class CoordinatorSource(ConnectedSource):
     def _event(self, event: ClusterEvent, moment: dict[str, Any]) -> None:
         if isinstance(event, JobEvent):
             self._job_event(event, event.event, moment)
+        elif isinstance(event, JobMoved):
+            self._moved(event, moment)
         elif isinstance(event, JobEnded):
             self.flush(event.job)
             self.emit(f.JobState(**moment, job=event.job, state=event.state, reason=event.reason))
@@ -174,14 +177,10 @@ class CoordinatorSource(ConnectedSource):
 
     def _job_event(self, outer: JobEvent, event: Event, moment: dict[str, Any]) -> None:
         job = event.job
-        if job and job not in self._jobs:
-            self._orders_wanted = True
-            self._refresh.set()
         if isinstance(event, JobChanged):
             self.flush(job)
-            state = "publishing" if event.state == "completed" else event.state
-            if event.state in f.ENDED and state != "publishing":
-                # The coordinator may start it elsewhere: it says by JobEnded, or in its list, what it is.
+            if event.state in f.ENDED:
+                # Its attempt's end. What becomes of the job, JobMoved and JobEnded say.
                 text = f"attempt {outer.attempt} on {outer.node} is {event.state}: {event.reason}"
                 level: f.Level = "warning" if event.state == "failed" else "info"
                 self.emit(f.Message(**moment, level=level, kind="job", text=text, job=job, node=outer.node))
@@ -190,7 +189,7 @@ class CoordinatorSource(ConnectedSource):
                     f.JobState(
                         **moment,
                         job=job,
-                        state=state,
+                        state=event.state,
                         step=event.step,
                         total_steps=event.total_steps or None,
                         reason=event.reason,
@@ -209,6 +208,24 @@ class CoordinatorSource(ConnectedSource):
         elif not isinstance(event, Stepped):
             self.emit(f.Message(**moment, level=event.level, text=event.text, job=job, node=outer.node))
 
+    def _moved(self, event: JobMoved, moment: dict[str, Any]) -> None:
+        self.flush(event.job)
+        if event.job not in self._jobs:
+            self._orders_wanted = True
+        self.emit(
+            f.JobState(
+                **moment,
+                job=event.job,
+                state=_state(event.state, event.position),
+                step=event.step if event.total_steps else None,
+                total_steps=event.total_steps or None,
+                reason=event.reason,
+                node=event.node,
+                attempt=event.attempt,
+            )
+        )
+        self._refresh.set()
+
     # --- what is asked for
 
     async def _poll_nodes(self, link: SocketLink) -> None:
@@ -218,21 +235,27 @@ class CoordinatorSource(ConnectedSource):
 
     async def _poll_jobs(self, link: SocketLink) -> None:
         while True:
+            asked = time.monotonic()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._refresh.wait(), JOBS_SECONDS)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(max(0.0, asked + AGAIN_SECONDS - time.monotonic()))
             await self._ask_jobs(link)
 
     async def _ask_nodes(self, link: SocketLink) -> None:
-        rows = await link.ask(NodeRows, ListNodes)
-        self.emit(f.Snapshot(**self.now(), nodes=tuple(_node_view(row) for row in rows.nodes)))
+        def take(rows: NodeRows) -> None:
+            self.emit(f.Snapshot(**self.now(), nodes=tuple(_node_view(row) for row in rows.nodes)))
+
+        await link.ask(NodeRows, ListNodes, then=take)
 
     async def _ask_jobs(self, link: SocketLink) -> None:
         self._refresh.clear()
         orders, self._orders_wanted = self._orders_wanted, False
-        rows = await link.ask(JobRows, ListClusterJobs, orders=orders)
-        self._jobs = {row.job: row for row in rows.jobs}
-        self.emit(f.Snapshot(**self.now(), jobs=tuple(_job_view(row) for row in rows.jobs)))
+
+        def take(rows: JobRows) -> None:
+            self._jobs = {row.job: row for row in rows.jobs}
+            self.emit(f.Snapshot(**self.now(), jobs=tuple(_job_view(row) for row in rows.jobs)))
+
+        await link.ask(JobRows, ListClusterJobs, orders=orders, then=take)
 
     async def _ask_evaluations(self, link: SocketLink) -> None:
         found = await link.ask(JobEvaluations, ReadEvaluations, newest=SPARKLINE)
@@ -311,12 +334,15 @@ def _node_view(row: NodeRow) -> f.NodeView:
     )
 
 
+def _state(state: str, position: int) -> str:
+    """The coordinator calls a job running that waits for memory on its node."""
+    return "queued" if state == "running" and position else state
+
+
 def _job_view(row: JobRow) -> f.JobView:
-    # The coordinator calls a job running that waits for memory on its node.
-    state = "queued" if row.state == "running" and row.position else row.state
     return f.JobView(
         job=row.job,
-        state=state,
+        state=_state(row.state, row.position),
         node=row.node,
         gpu=row.gpu,
         attempt=row.attempt,
@@ -341,6 +367,6 @@ def _past(event: ClusterEvent, moment: dict[str, Any]) -> f.Message:
     if isinstance(event, ClusterMessage):
         return f.Message(**moment, level=event.level, text=event.text, job=event.job)
     why = f": {event.reason}" if event.reason else ""
-    if isinstance(event, JobEnded):
+    if isinstance(event, JobEnded | JobMoved):
         return f.Message(**moment, level="info", kind="job", text=f"{event.state}{why}", job=event.job)
     return f.Message(**moment, level="info", kind="node", text=f"{event.state}{why}", node=event.node)

@@ -150,12 +150,13 @@ class LocalSource(ConnectedSource):
                 lambda message: self._take(trainer, message),
                 what="the trainer",
             )
+            await self._ask_jobs(trainer)
+            await self._list()
             # Beyond the newest: the answer says which one that is. Then all that is kept, as the past.
             journal = trainer.hello.journal_id
             newest = await trainer.link.ask(Following, Follow, journal_id=journal, after_seq=1 << 53)
             trainer.old_seq = newest.next_seq - 1
             await trainer.link.ask(Following, Follow)
-            await self._ask_jobs(trainer)
             self._changed.set()
             await trainer.link.wait_gone()
         except GshareError as error:
@@ -180,6 +181,9 @@ class LocalSource(ConnectedSource):
         if message.seq <= trainer.old_seq:
             self.emit(past_message(event, moment))
         elif isinstance(event, JobChanged):
+            if (known := trainer.jobs.get(event.job)) is not None:  # the next list is not older than this
+                changed = {"state": event.state, "step": event.step, "reason": event.reason}
+                trainer.jobs[event.job] = msgspec.structs.replace(known, **changed)
             self.emit(
                 f.JobState(
                     **moment,
@@ -220,8 +224,11 @@ class LocalSource(ConnectedSource):
             await asyncio.sleep(0.2)
 
     async def _ask_jobs(self, trainer: _Trainer) -> None:
+        def take(reply: Jobs) -> None:
+            trainer.jobs = {job.job: job for job in reply.jobs}
+
         if trainer.link is not None and trainer.hello is not None:
-            trainer.jobs = {job.job: job for job in (await trainer.link.ask(Jobs, ListJobs)).jobs}
+            await trainer.link.ask(Jobs, ListJobs, then=take)
 
     async def _list(self) -> None:
         views: dict[str, f.JobView] = {}

@@ -138,9 +138,10 @@ class State:
             train, val = tuple(job.train.points()), tuple(job.val.points())
             if train or val:
                 found.append(History(time=time, received=received, job=job.job, train=train, val=val))
-        found.append(Journal(time=time, received=received, entries=tuple(self.entries)))
         if self.source is not None:
             found.append(self.source)
+        # Last: what the frames before it have told is in it already.
+        found.append(Journal(time=time, received=received, entries=tuple(self.entries)))
         return found
 
     # --- one method a frame
@@ -159,7 +160,7 @@ class State:
         self.nodes.clear()
         self.entries.clear()
         self.last_entry = 0
-        self.time = self.received = None
+        self.time = self.received = self.source = self.found = None
         self._ranked = None
         changes.reset = changes.rows = changes.urgent = True
 
@@ -300,6 +301,11 @@ class State:
         changes.nodes.add(name)
         return node
 
+    def _own(self, key: str) -> str:
+        """The key as the job has it: 20,000 entries need not hold as many copies of a few names."""
+        job = self.jobs.get(key)
+        return key if job is None else job.job
+
     def _tell(
         self, frame: Frame, level: Level, kind: str, text: str, changes: Changes, *, node: str = ""
     ) -> None:
@@ -311,7 +317,7 @@ class State:
                 level=level,
                 kind=kind,
                 text=_line(text),
-                job=getattr(frame, "job", ""),
+                job=self._own(getattr(frame, "job", "")),
                 node=node or getattr(frame, "node", ""),
             )
         )

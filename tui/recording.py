@@ -4,12 +4,12 @@
     header                 length (uint32), MessagePack of `Header`
     chunk, chunk, …        kind (1 byte: F frames, K keyframe), time of its first frame (float64),
                            bytes packed and unpacked (uint32 each), CRC-32 of the packed bytes (uint32),
-                           zlib of a MessagePack array of frames
+                           zlib (level 1) of a MessagePack array of frames
 
 All numbers are big-endian. A keyframe holds the frames that build the whole state anew, so a seek reads one
 and what follows it. They are written at most every `KEYFRAME_SECONDS`, and not before the frames since the
-last one are as many bytes as it was: at most half of a recording is keyframes. A file that ends in the middle
-of a chunk (its writer was killed, the disk was full) is read up to there.
+last one are twice as many bytes as it was: less than half of a recording is keyframes. A file that ends in
+the middle of a chunk (its writer was killed, the disk was full) is read up to there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Chunk:
 
 
 class Recorder:
-    """Writes what `write` is given. A disk that is full ends the recording, not the dashboard: see `problem`."""
+    """Writes what `write` is given. A full disk ends the recording, not the dashboard: see `problem`."""
 
     def __init__(self, path: Path, started: float, title: str = "") -> None:
         """A new file. UsageError: there is one already, or it cannot be made there."""
@@ -132,7 +132,7 @@ class Recorder:
             return False
         if self._keyed is None:
             self._keyed = now  # the beginning is a keyframe by itself
-        return now - self._keyed >= KEYFRAME_SECONDS and self._since >= self._key_bytes
+        return now - self._keyed >= KEYFRAME_SECONDS and self._since >= 2 * self._key_bytes
 
     def _keyframe(self, now: float) -> None:
         time = self._state.time if self._state.time is not None else now
@@ -148,9 +148,7 @@ class Recorder:
     def _put(self, kind: bytes, first: float, encoded: Sequence[bytes]) -> int:
         """Appends a chunk; how many bytes it is."""
         data = b"\xdd" + _LENGTH.pack(len(encoded)) + b"".join(encoded)  # array 32 of MessagePack
-        packed = zlib.compress(
-            data, 1
-        )  # level 1: 5 times smaller; level 6 would cost twice the time for 10 %
+        packed = zlib.compress(data, 1)
         head = _HEAD.pack(kind, first, len(packed), len(data), zlib.crc32(packed))
         if self.problem:
             return 0
@@ -181,10 +179,8 @@ class Recording:
                     f"--replay {path}: holds nothing: its recording ended before the first frame"
                 )
             self.start = self.chunks[0].time
-            last = next(
-                chunk for chunk in reversed(self.chunks) if not chunk.keyframe or len(self.chunks) == 1
-            )
-            self.end = self.frames(last)[-1].received
+            last = [chunk for chunk in self.chunks if not chunk.keyframe] or self.chunks
+            self.end = self.frames(last[-1])[-1].received
         except BaseException:
             self._file.close()
             raise
@@ -200,7 +196,7 @@ class Recording:
             if zlib.crc32(packed) != chunk.crc:
                 raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: wrong checksum")
             unpacker = zlib.decompressobj()
-            data = unpacker.decompress(packed, chunk.unpacked)
+            data = unpacker.decompress(packed, max(1, chunk.unpacked))  # 0 would mean: no bound
             found = _frames.decode(data)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: {error}") from None
@@ -236,8 +232,8 @@ class Recording:
             raise BadRecording(f"--replay {self.path}: its header cannot be read: {error}") from None
         if header.schema > SCHEMA:
             raise BadRecording(
-                f"--replay {self.path}: was made by gshare {header.gshare} (schema {header.schema}); this one "
-                f"knows schema {SCHEMA}: use that version or a newer one"
+                f"--replay {self.path}: was made by gshare {header.gshare} (schema {header.schema}); "
+                f"this one knows schema {SCHEMA}: use that version or a newer one"
             )
         return header
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gshare.agent.errors import UsageError
-from gshare.tui.frames import Frame, Reset, SourceState
+from gshare.tui.frames import Found, Frame, Reset, SourceState
 from gshare.tui.recording import Recording
 from gshare.tui.source import Emit, SourceBase
+from msgspec import structs
 
 #: Beyond this the screen could not show what happens in between anyway; a day passes in 1.5 minutes.
 MAX_SPEED = 1000.0
@@ -89,7 +90,8 @@ class ReplaySource(SourceBase):
                 burst = 0
             if self._goal is not None:
                 return
-            emit(frame)
+            # The title is what was recorded; what could be done then cannot be done now.
+            emit(structs.replace(frame, can=tuple(self.can)) if isinstance(frame, Found) else frame)
             burst += 1
             if burst == BURST:
                 burst = 0

@@ -53,6 +53,8 @@ class _Run:
         self.key = key
         self.offset = 0
         self.rest = b""
+        self.behind = False  # the last look did not reach the end
+        self.cut = False  # its file was shorter than before, which was not told yet
         self.record: RunRecord | None = None
         self.step = 0
         self.total_steps = 0
@@ -66,12 +68,13 @@ class _Run:
         try:
             with open(self.directory / METRICS, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset, self.rest = 0, b""
+                    self.offset, self.rest, self.cut = 0, b"", True
                     self.step, self.loss, self.val_loss, self.best = 0, None, None, None
                 file.seek(self.offset)
                 data = file.read(READ_BYTES)
         except OSError:
             return []
+        self.behind = len(data) == READ_BYTES
         self.offset += len(data)
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
@@ -128,9 +131,7 @@ class RunSource(ConnectedSource):
         """UsageError: it is no directory."""
         super().__init__(**options)
         if not directory.is_dir():
-            raise UsageError(
-                f"--run {directory}: is no directory; name the output_dir of a job, or its parent"
-            )
+            raise UsageError(f"--run {directory}: is no directory; name that of a job, or its parent")
         self._directory = directory.absolute()
         self.title = f"run {directory.name or directory}"
         self.detail = str(self._directory)
@@ -170,16 +171,21 @@ class RunSource(ConnectedSource):
                     else str(directory.relative_to(self._directory))
                 )
                 run = self._runs[directory] = _Run(directory, name)
-            before = run.offset
+            before, behind = run.offset, run.behind
             lines = run.read()
-            read.append((run, lines, before == 0 or run.offset < before))
+            read.append((run, lines, before == 0 or behind or run.offset < before))
             view = run.look()
-            changed |= view != run.view and (run.view is None or run.view.state != view.state)
+            changed |= run.view is None or run.view.state != view.state or run.cut
             run.view = view
         return changed, read
 
     def _tell(self, changed: bool, read: list[tuple[_Run, list[MetricsLine], bool]]) -> None:
         moment = self.now()
+        for run, _, _ in read:
+            if run.cut:
+                run.cut = False
+                text = f"its metrics were cut back: it goes on after step {run.step}"
+                self.emit(f.JobState(**moment, job=run.key, state="running", step=run.step, reason=text))
         if changed:
             views = tuple(run.view for run in self._runs.values() if run.view is not None)
             self.emit(f.Snapshot(**moment, jobs=views, nodes=()))

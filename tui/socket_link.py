@@ -51,7 +51,7 @@ class SocketLink:
         self._on_event = on_event
         self._hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Any], Callable[[Any], None]]] = {}
         self._last_id = 0
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
@@ -109,14 +109,25 @@ class SocketLink:
         make: type[msgspec.Struct],
         *,
         timeout: float = REPLY_SECONDS,
+        then: Callable[[R], None] | None = None,
         **fields: Any,
     ) -> R:
-        """Sends `make(id=…, **fields)` and waits. GshareError: refused, late; `SocketGone`."""
+        """Sends `make(id=…, **fields)` and waits. GshareError: refused, late; `SocketGone`.
+
+        `then` gets the reply before any event that was sent after it is told: the caller goes on only when
+        all that came in the same read was told, and an old list would take back what is newer.
+        """
         if self._gone.done():
             raise SocketGone(self._gone.result())
         self._last_id += 1
         request_id = self._last_id
-        future = self._pending[request_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def take(reply: Any) -> None:
+            if then is not None and isinstance(reply, reply_type):
+                then(reply)
+
+        self._pending[request_id] = future, take
         try:
             await self._send(make(id=request_id, **fields))
             reply = await asyncio.wait_for(future, timeout)
@@ -184,14 +195,15 @@ class SocketLink:
                 self._hello.set_result(message)
             elif not number:
                 raise GshareError(f"{self.what} hangs up: {getattr(message, 'reason', '')}")
-            elif (future := self._pending.get(number)) is not None and not future.done():
-                future.set_result(message)
+            elif (pending := self._pending.get(number)) is not None and not pending[0].done():
+                pending[1](message)
+                pending[0].set_result(message)
 
     def _end(self, reason: str) -> None:
         if self._gone.done():
             return
         self._gone.set_result(reason)
-        for future in (self._hello, *self._pending.values()):
+        for future in (self._hello, *(future for future, _ in self._pending.values())):
             if not future.done():
                 future.set_exception(SocketGone(reason))
                 future.exception()  # one that nobody awaits any more is no error of its own

@@ -17,7 +17,7 @@ import msgspec
 from gshare.agent.errors import UsageError
 from gshare.tui.frames import Frame
 
-Emit = Callable[[Frame], None]
+Emit = Callable[[Frame], object]
 ActionName = Literal["stop", "pause", "resume", "release", "retry"]
 #: Everything a source may be able to answer, besides frames.
 CAPABILITIES = ("stop", "pause", "resume", "release", "retry", "log", "history", "files", "seek")

@@ -17,11 +17,12 @@ class Speed:
     second are those times the tokens of a step. The first sample tells by the wall time of its round.
     """
 
-    __slots__ = ("_step", "_time", "_tokens", "steps_per_s")
+    __slots__ = ("_guessed", "_step", "_time", "_tokens", "steps_per_s")
 
     def __init__(self) -> None:
         self.steps_per_s: float | None = None
         self._tokens: float | None = None  # a step's, smoothed
+        self._guessed = True  # by the time of a round, not by the distance of two samples
         self._step = 0
         self._time: float | None = None
 
@@ -46,8 +47,11 @@ class Speed:
             old = self._tokens if self._tokens is not None else sample.tokens
             self._tokens = keep * old + (1 - keep) * sample.tokens
         now = made / passed
-        self.steps_per_s = now if self.steps_per_s is None else keep * self.steps_per_s + (1 - keep) * now
+        if self._guessed or self.steps_per_s is None:
+            self.steps_per_s, self._guessed = now, False
+        else:
+            self.steps_per_s = keep * self.steps_per_s + (1 - keep) * now
 
     def _begin(self, sample: Sample) -> None:
-        self._tokens = sample.tokens
+        self._tokens, self._guessed = sample.tokens, True
         self.steps_per_s = 1 / sample.seconds if sample.seconds else None

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gshare.agent.jobs.schedules import JobView, Schedule
+from gshare.agent.jobs.job_view import JobView, Schedule
 
 
 @dataclass

@@ -54,7 +54,7 @@ PREPARED = "prepared.json"
 _ASK_SECONDS = 2.0
 #: What an engine's error says when the node, not the job, was at fault.
 _DISK_WORDS = ("disk full", "No space left", "Disk quota exceeded", "File too large")
-_MEMORY_WORDS = ("out of memory", "does not fit", "MiB of the reservation")
+_MEMORY_WORDS = ("out of memory", "does not fit", "can never fit")
 
 _preparing = threading.BoundedSemaphore(PREPARING_AT_ONCE)
 
@@ -306,9 +306,11 @@ class RunningAttempt:
             gpu = GpuRequest(
                 budget_mb=budget_mb,
                 gpus=(asked.gpu,),
-                task=f"gshare agent: {request.spec.name}",
+                task=f"gshare agent: {asked.job}",
                 timeout_s=asked.timeout_s,
                 may_grow=asked.budget_mb is None,
+                part_mb=min(budget_mb, prepared.part_mb),
+                resident_mb=min(budget_mb, prepared.resident_mb),
             )
         return TrainerConfig(
             model=asked.model.name,
@@ -319,6 +321,7 @@ class RunningAttempt:
             max_adapters_per_pass=asked.max_adapters_per_pass,
             device="auto" if asked.gpu else "cpu",
             gpu=gpu,
+            base=prepared.base,
             runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
         )
 

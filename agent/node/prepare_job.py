@@ -30,11 +30,18 @@ class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedJob(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
-    """`budget_mb`: MiB to reserve on a GPU; None on the CPU. `notes`: lines for people."""
+    """`budget_mb`: MiB to reserve on a GPU; None on the CPU. `notes`: lines for people.
+
+    `part_mb` of it is what the adapter adds where its base is loaded already, and `resident_mb` of that what
+    stays while it is there. `base`: which base it is, by content.
+    """
 
     model_dir: str
     request: JobRequest
+    base: str = ""
     budget_mb: int | None = None
+    part_mb: int = 0
+    resident_mb: int = 0
     notes: list[str] = []
 
 
@@ -51,7 +58,8 @@ PrepareAnswer = PreparedJob | NotPrepared
 def prepare_job(asked: PrepareJob) -> PrepareAnswer:
     """Loads transformers. Every foreseen error is an answer."""
     from gshare.agent.data.prepare import find_model, prepare_requests, run_estimate
-    from gshare.agent.vram.budget import with_allowance
+    from gshare.agent.service.base_identity import base_identity
+    from gshare.agent.vram.budget import with_allowance, with_fragmentation
 
     try:
         model_dir = find_model(asked.run)
@@ -73,7 +81,10 @@ def prepare_job(asked: PrepareJob) -> PrepareAnswer:
     return PreparedJob(
         model_dir=str(model_dir.absolute()),
         request=requests[0],
+        base=base_identity(model_dir) or "",
         budget_mb=with_allowance(estimate.total) if asked.on_gpu else None,
+        part_mb=with_fragmentation(estimate.added),
+        resident_mb=with_fragmentation(estimate.resident),
         notes=notes,
     )
 

@@ -79,16 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.set_inheritable(ready[0], False)
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=DetachedPlan)
     sinks = Sinks(plan.report_to, plan.requests)
+    connected = False
 
     def on_event(event: Event) -> None:
-        if isinstance(event, TrainerMessage) and event.level != "error":
-            tell_ready()  # the first word of a trainer that reserves: it has its memory, or waits for it
+        # The first word of a trainer that reserves: it has its memory, or waits for it. What is said while a
+        # trainer is still looked for is none.
+        if isinstance(event, TrainerMessage) and event.level != "error" and (connected or supervisor.asking):
+            tell_ready()
         sinks.take(event)
         if not isinstance(event, Stepped):  # those are in metrics.jsonl
             print(time.strftime("%H:%M:%S"), describe(event), flush=True)
 
     def on_connected() -> None:
-        if plan.config.gpu is None:
+        nonlocal connected
+        connected = True
+        if plan.config.gpu is None or supervisor.joined:
             tell_ready()
 
     def tell_ready() -> None:
@@ -99,14 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with StopRequest().listening() as stop:
-            return Supervisor(
+            supervisor = Supervisor(
                 config=plan.config,
                 requests=plan.requests,
                 on_event=on_event,
                 on_connected=on_connected,
                 stop=stop,
                 join=plan.join,
-            ).run()
+            )
+            return supervisor.run()
     except GshareError as error:
         print(error, flush=True)
         return error.exit_code

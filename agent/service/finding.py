@@ -163,13 +163,13 @@ class Finder:
             if not isinstance(error, TrainerGone) and not only_now:
                 self._say(f"trainer {directory.name} cannot be joined: {error}")
             return
+        limited = waits and self._config.gpu is not None
+        seconds = self._timeout_s if limited else LOAD_SECONDS
+        self._asked = _Asked(trainer, connection, request_id, time.monotonic() + seconds, limited)
         if hello.waiting:
             self._say(f"trainer {directory.name} has the same base; it is {hello.waiting}")
         elif not hello.joinable:
             self._say(f"trainer {directory.name} has the same base; waiting until its jobs are off trial")
-        limited = waits and self._config.gpu is not None
-        seconds = self._timeout_s if limited else LOAD_SECONDS
-        self._asked = _Asked(trainer, connection, request_id, time.monotonic() + seconds, limited)
 
     def _refusal(self, candidate: Candidate, hello: TrainerHello, *, waits: bool, only_now: bool) -> str:
         """Why this trainer is not asked at all; empty when it is."""

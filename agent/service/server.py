@@ -33,6 +33,7 @@ from gshare.agent.service.protocol import (
     FromClient,
     Jobs,
     JobStatus,
+    JoinTrainer,
     ListJobs,
     Refused,
     Request,
@@ -64,6 +65,7 @@ class Connection:
     jobs: frozenset[str] = frozenset()  # empty: all
     seq: int = 0  # the last durable event sent
     detached: bool = False
+    brings_jobs: bool = False  # it has submitted some, or asked to; else it only looks
     closed: bool = False  # the client is gone; what it asked for before may still be queued
 
 
@@ -121,11 +123,17 @@ class Server:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self.ever_connected = False
+        self._ever_owned = False
 
     @property
     def clients(self) -> int:
         """Clients connected now, hello done."""
         return len(self._connections)
+
+    @property
+    def owners_left(self) -> bool:
+        """Clients have brought jobs, or asked to, and none of them is connected any more."""
+        return self._ever_owned and not any(one.brings_jobs for one in list(self._connections.values()))
 
     def start(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -317,6 +325,8 @@ class Server:
                 connection.detached = True
                 self._reply(connection, Done(reply_to=request.id))
                 return
+            if isinstance(request, SubmitJobs | JoinTrainer):
+                connection.brings_jobs = self._ever_owned = True
             if isinstance(request, SubmitJobs):
                 self._submitted(request, connection.client)
             self._commands.put(Command(connection, request))

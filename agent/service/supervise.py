@@ -205,6 +205,11 @@ class Supervisor:
         """Whether the trainer that runs now was started by another client."""
         return isinstance(self._trainer, Joined)
 
+    @property
+    def asking(self) -> bool:
+        """Whether a trainer has been asked to make room and has not answered."""
+        return self._finder.asking
+
     def _start(self, action: suspects.StartTrainer) -> None:
         self._here = set()
         self._waiting = {}

@@ -278,7 +278,7 @@ class Trainer:
 
     @property
     def _nobody_left(self) -> bool:
-        return self._server.ever_connected and not self._server.clients and not self._detached
+        return self._server.owners_left and not self._detached
 
     def _hello(self) -> TrainerHello:
         config = self._config

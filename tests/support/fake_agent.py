@@ -296,7 +296,7 @@ class FakeAgent:
 
     def _answer(self, request: Any, owner: str, writer: asyncio.StreamWriter) -> msgspec.Struct | None:
         reply = request.id
-        mine = {key: a for key, a in self.attempts.items() if key[0] == owner}
+        mine = {key: a for key, a in self.attempts.items() if owner in ("", key[0])}  # observers: all
         if isinstance(request, p.DescribeNode):
             return p.NodeInfo(**{**self._info(reply), **self.node_info})
         if isinstance(request, p.HoldBlobs):
@@ -325,6 +325,14 @@ class FakeAgent:
             return self._pin(request, owner)
         if isinstance(request, p.ReadChunk):
             return self._chunk(request)
+        if isinstance(request, p.ReadSamples):
+            told = [a.event for a in self.events if a.event.job == request.job]
+            lines = [
+                json.dumps({"type": "eval", "step": e.step, "val_loss": e.val_loss, "best": e.best})
+                for e in told
+                if isinstance(e, Evaluated) and e.step > request.after_step
+            ]
+            return p.Samples(reply_to=reply, lines=lines)
         if isinstance(request, p.ReadLog):
             return p.LogText(reply_to=reply, text=f"log of {request.job or 'the agent'}\n")
         assert isinstance(request, p.ReleaseBundle), request

@@ -5,6 +5,7 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     save=N         checkpoint every N steps (3)  kill_at=K    SIGKILL itself in the round of step K
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
     fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
+    full_at=K      ends as `failed` there: the disk is full
     files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
 The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
 The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not. An
@@ -163,6 +164,9 @@ class FakeRunner:
     def _step(self, job: FakeJob, sharing: int) -> None:
         if job.script.get("fail_at") == job.step:
             self._change(job, "failed", "its script says so")
+            return
+        if job.script.get("full_at") == job.step:
+            self._change(job, "failed", "checkpoint of step 2 was not saved: disk full while writing it")
             return
         job.weights = hashlib.sha256(f"{job.weights}{job.chain}{job.step}".encode()).hexdigest()
         job.step += 1

@@ -1,8 +1,8 @@
 """A cluster of agents of their own processes on this machine, driven by the command line, engines of straw.
 
-    cluster = LocalCluster(tmp_path, "a", "b")
-    cluster.write_jobs({"job0": "steps=20,sleep=0.05,files=1"})
-    code = cluster.gshare("submit", "--adapters-config", cluster.spec, "--watch").returncode
+cluster = LocalCluster(tmp_path, "a", "b")
+cluster.write_jobs({"job0": "steps=20,sleep=0.05,files=1"})
+code = cluster.gshare("submit", "--adapters-config", cluster.spec, "--watch").returncode
 """
 
 from __future__ import annotations

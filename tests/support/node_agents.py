@@ -39,7 +39,7 @@ from gshare.agent.service.wire import FrameReader, convert, encode
 
 SUPPORT = Path(__file__).parent
 OWNER = "owner-one"
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class NodeClient:

@@ -15,15 +15,15 @@ from ledger_children import make_ledger
 
 SUPPORT = Path(__file__).parent
 
-#: `gshare` without tokenising: a job's data file holds its script.
+#: `gshare` without tokenising: a job's data file holds its script. STRAW_BASE: the base.
 GSHARE = """
-import sys
+import os, sys
 from pathlib import Path
 from gshare.agent.jobs.spec import JobRequest
 from gshare.cli import finetune, main
 
 def prepare(run, console, *, resume):
-    return Path("/nonexistent"), [
+    return Path(os.environ.get("STRAW_BASE", "/nonexistent")), [
         JobRequest(spec=spec, train_store="/nonexistent", train_hash="0" * 64, resume=resume)
         for spec in run.adapters
     ]
