@@ -100,6 +100,7 @@ class Dashboard(App[int]):
         self._trail: list[str] = []
         self._views: dict[str, View] = {}
         self._due = False  # a repaint is on its way
+        self._leaving = False
         if self.no_color:
             # Textual's own filter leaves greys; whoever sets NO_COLOR wants none.
             self._filters.append(NoColor())
@@ -137,7 +138,7 @@ class Dashboard(App[int]):
             await self.source.run(self.take)
         except GshareError as error:
             self.failure = error
-            self.exit(error.exit_code)
+            self.exit(error.exit_code, return_code=error.exit_code)
 
     def take(self, frame: Frame) -> None:
         """One frame of the source."""
@@ -168,6 +169,14 @@ class Dashboard(App[int]):
         if isinstance(renderable, ChopsUpdate):
             renderable = TightUpdate.of(renderable)
         super()._display(screen, renderable)
+
+    def exit(self, *arguments: Any, **options: Any) -> None:
+        self._leaving = True
+        super().exit(*arguments, **options)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving or not self.is_running
 
     def problems(self) -> list[str]:
         """What else is wrong, for the banner."""

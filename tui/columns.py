@@ -13,7 +13,7 @@ from gshare.tui.bars import MARKERS, sparkline
 from gshare.tui.board import Board
 from gshare.tui.ranking import number_key, rank_key
 from gshare.tui.rows import Job
-from gshare.tui.show import UNKNOWN, Spans, age, cell, clean, count, duration, hyper, loss
+from gshare.tui.show import UNKNOWN, Spans, cell, clean, count, duration, hyper, loss
 from gshare.tui.widgets.grid import Column
 
 SPARK = 10
@@ -171,13 +171,11 @@ def _key(value: Value) -> tuple[int, float, str]:
 
 def job_cells(job: Job, board: Board, rank: int | None) -> dict[str, Spans]:
     """All cells of a row. `rank`: its place by validation loss; None: it has none."""
-    now = board.now()
     mark = board.marked.index(job.job) if job.job in board.marked else None
     place = str(rank) if rank is not None else "–"
     marked: Spans = (
         ((MARKERS[mark], f"s{mark}"), (f"{place:>3}", "")) if mark is not None else cell(place, "dim")
     )
-    old = f" {age(now - job.received)}" if board.is_old(job) and job.received else ""
     position = f" {job.position}" if job.position else ""
     steps = UNKNOWN if job.step is None else count(job.step)
     total = f"/{count(job.total_steps)}" if job.total_steps else ""
@@ -186,7 +184,7 @@ def job_cells(job: Job, board: Board, rank: int | None) -> dict[str, Spans]:
         "mark": marked,
         "adapter": cell(clean(job.name), "best" if mark is not None else ""),
         "node": cell(clean(job.node) or UNKNOWN, "dim"),
-        "state": state_spans(job.state, old or position),
+        "state": state_spans(job.state, position),
         "val": cell(loss(job.best_val_loss), _loss_role(job.best_val_loss, "best" if rank == 1 else "")),
         "best_step": cell(count(job.best_step), "dim"),
         "train": cell(loss(job.loss), _loss_role(job.loss, "")),

@@ -79,7 +79,7 @@ def banner(board: Board, source: Source, problems: list[str], size: tuple[int, i
     if board.paused_at is not None:
         since = board.clock() - board.paused_at
         parts.append(
-            (f"‖ shown as it was {age(since)} ago; {board.frames_since} messages since; p goes on", "warn")
+            (f"‖ shown as it was {age(since)} ago; updates since: {board.frames_since}; p goes on", "warn")
         )
     parts.extend((clean(problem), "bad") for problem in problems)
     if size[0] < 80 or size[1] < 24:

@@ -30,6 +30,7 @@ class ScriptedSource(SourceBase):
         self.refusing = ""  # why no action can be tried at all
         self.logs = "step 1\nWARNING: \x1b[31mslow disk\x1b[0m\nstep 2\n"
         self.asked: list[str] = []
+        self.is_told = False  # the first frames
         self._first = list(frames)
         self._emit: Emit | None = None
 
@@ -37,6 +38,7 @@ class ScriptedSource(SourceBase):
         self._emit = emit
         for frame in self._first:
             emit(frame)
+        self.is_told = True
         await asyncio.Event().wait()
 
     def say(self, *frames: f.Frame) -> None:

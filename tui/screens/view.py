@@ -79,7 +79,7 @@ class View(Screen[None]):
 
     def show_all(self) -> None:
         """Everything of the screen."""
-        if not self._composed:
+        if not self._composed or self.dashboard.is_leaving:  # then the widgets go before the screen
             return
         board, palette = self.board, self.board.palette
         source = self.dashboard.source

@@ -17,7 +17,7 @@ HINT = "words   column:text   val<1.3   -state:stopped"
 
 class FindBar(Horizontal):
     DEFAULT_CSS = """
-    FindBar { height: 1; dock: bottom; display: none; background: $panel; }
+    FindBar { height: 1; display: none; background: $panel; }
     FindBar.-open { display: block; }
     FindBar Input { width: 1fr; height: 1; border: none; padding: 0; background: $panel; }
     FindBar Line { width: 1fr; }

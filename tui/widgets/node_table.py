@@ -121,7 +121,7 @@ def _gpu_cells(gpu: GpuInfo, bar: int) -> dict[str, Spans]:
     elif gpu.used_mb is not None:
         taken = gpu.used_mb
     return {
-        "gpu": cell(clean(gpu.name.removeprefix("NVIDIA "))),
+        "gpu": cell(clean(gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "))),
         "bar": vram_bar(gpu, bar),
         "amount": cell(f"{gib(taken)} / {gib(gpu.total_mb)}{star}"),
         "load": cell(number(gpu.load_percent, " %")),
