@@ -87,7 +87,7 @@ def test_a_new_user_finds_the_way_with_real_keys(terminal: Terminal) -> None:
     terminal.start((100, 30), "--run", str(out.parent))
     terminal.until(lambda text: "support" in text and "q Quit" in text, "the overview")
     terminal.keys("?")
-    told = terminal.until(lambda text: "Help" in text and "Filter" in text, "the help")
+    told = terminal.until(lambda text: "─ Help ─" in text and "Compare marked" in text, "the help")
     assert "Open" in told
     terminal.keys("Escape")
     terminal.until(lambda text: "Leaderboard" in text and "─ Help ─" not in text, "the help to go")
