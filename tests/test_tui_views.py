@@ -202,6 +202,8 @@ def test_wider_screens_show_more_columns() -> None:
 
 
 def test_two_thousand_rows_render_only_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gshare.tui.widgets.job_table.ORDER_SECONDS", 0.0)
+
     async def run() -> None:
         views = tuple(
             f.JobView(job=f"job{i:04}", state="running", best_val_loss=float(i)) for i in range(2000)
@@ -222,6 +224,21 @@ def test_two_thousand_rows_render_only_what_is_seen(monkeypatch: pytest.MonkeyPa
             await d.say(f.Evaluation(**AT, job="job1999", step=9, val_loss=0.5, best=True))
             assert table.cursor_key == "job1999"  # it went up to the second place, and the cursor with it
             assert table.keys.index("job1999") == 1
+
+    asyncio.run(run())
+
+
+def test_rows_keep_their_places_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with driven() as d:
+            table = d.get(JobTable)
+            best = f.Evaluation(**AT, job="legal-r64", step=650, val_loss=0.5, best=True)
+            monkeypatch.setattr("gshare.tui.widgets.job_table.ORDER_SECONDS", 3600.0)
+            await d.say(best)
+            assert list(table.keys)[:2] == ["support", "legal-r64"]
+            assert "0.500" in d.text  # the value is the present one
+            await d.say(f.JobUpdate(**AT, view=f.JobView(job="new", state="running")))
+            assert list(table.keys)[:2] == ["legal-r64", "support"]
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import ClassVar, cast
 
 from gshare.tui.board import MAX_MARKED, Board
@@ -24,6 +25,9 @@ from gshare.tui.widgets.grid import Grid, Key, Row
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.message import Message
+
+#: How long rows keep their places.
+ORDER_SECONDS = 3.0
 
 
 class JobTable(Grid):
@@ -54,29 +58,43 @@ class JobTable(Grid):
         self._test: JobTest | None = None
         self._tested: object = None  # what the test was made of
         self.problem = ""  # of the filter
+        self._asked: object = None  # what the present order was made for
+        self._ordered = 0.0  # when, monotonic s
+        self._by = ""  # what it is sorted by
+        self._title = ""
 
     def show(self) -> None:
-        """Takes the board's present state in."""
+        """Takes the board's present state in. Rows keep their places for `ORDER_SECONDS`, unless the user
+        or a job that came or went asks for another order: rows that jump cannot be read, and each that does
+        is a line to the terminal."""
         board, settings = self._board, self._board.settings
         state = board.shown
-        jobs = state.ranked()
-        self._ranks = {job.job: rank if _has_rank(job) else None for rank, job in enumerate(jobs, start=1)}
         if board.palette is not self.palette:
             self.repaint(board.palette)
+        self.empty = "no adapter fits the filter" if state.jobs else self._nothing()
+        asked = (settings.sort, settings.descending, settings.filter, id(state), frozenset(state.jobs))
+        now = time.monotonic()
+        if asked == self._asked and now - self._ordered < ORDER_SECONDS:
+            self.set_rows(self.keys)
+            self._entitle(len(self.keys), len(state.jobs))
+            return
+        self._asked, self._ordered = asked, now
+        jobs = state.ranked()
+        self._ranks = {job.job: rank if _has_rank(job) else None for rank, job in enumerate(jobs, start=1)}
         hypers = differing(jobs)
         self.set_columns(table_columns(hypers))
         self._make_test(jobs, hypers)
         chosen = jobs if self._test is None else [job for job in jobs if self._test(job)]
         field = find_field(settings.sort, jobs) or FIELDS[3]
+        self._by = field.title
         column = field.column.key if field.column is not None else field.name
         if self.sorted_by != (column, settings.descending):
             self.sorted_by = (column, settings.descending)
             self.refresh()
-        self.empty = "no adapter fits the filter" if jobs else self._nothing()
         if not (field.name == "val" and not settings.descending):
             chosen = ordered(chosen, field, settings.descending)
         self.set_rows([job.job for job in chosen])
-        self._entitle(field.title, len(chosen), len(jobs))
+        self._entitle(len(chosen), len(jobs))
 
     def _nothing(self) -> str:
         return "no adapters yet" if self._board.state.is_live else "nothing is known yet"
@@ -92,20 +110,18 @@ class JobTable(Grid):
         except BadFilter as error:
             self.problem = str(error)  # the last good one goes on
 
-    def _entitle(self, sort: str, shown: int, known: int) -> None:
+    def _entitle(self, shown: int, known: int) -> None:
         settings = self._board.settings
         parts = [f"Leaderboard · {known}" if shown == known else f"Leaderboard · {shown} of {known}"]
         if settings.filter:
             parts.append(f"filter: {clean(settings.filter)}")
         if self._board.marked:
             parts.append(f"{len(self._board.marked)} marked")
-        parts.append(f"by {clean(sort)} {'▼' if settings.descending else '▲'}")
+        parts.append(f"by {clean(self._by)} {'▼' if settings.descending else '▲'}")
         title = "  ".join(parts)
         if title != self._title:
             self._title = title
             self.border_title = Text(title)  # type: ignore[assignment]
-
-    _title = ""
 
     def _row(self, key: Key) -> Row:
         job = self._board.shown.jobs.get(cast(str, key))
