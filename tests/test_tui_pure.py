@@ -51,7 +51,13 @@ def test_a_loss(value: float | None, told: str) -> None:
 
 def test_times() -> None:
     assert show.duration(None) == show.age(math.nan) == show.UNKNOWN
-    assert [show.duration(s) for s in (7, 750, 3723, 273600)] == ["0:07", "12:30", "1:02:03", "3 d 4 h"]
+    assert [show.duration(s) for s in (7, 750, 3723, 48360, 273600)] == [
+        "0:07",
+        "12:30",
+        "1:02:03",
+        "13h26",
+        "3d 4h",
+    ]
     assert [show.age(s) for s in (4, 99.9, 100, 7200, 2e5)] == ["4 s", "99 s", "1 m", "2 h", "2 d"]
     assert show.moment(90.0, 100.0, relative=True) == "10 s ago"
 

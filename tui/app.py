@@ -1,6 +1,6 @@
 """The dashboard: takes frames from a source, keeps the state, and shows it on five screens.
 
-    Source.run ──frame──► take ──► Board.state       at most every 0.1 s after a change of a state,
+    Source.run ──frame──► take ──► Board.state       at most every 0.06 s after a change of a state,
                            └─────► Recorder          every second for measures and ages ──► View.show_all
 
 `make_app` is what the command line and the tests call.
@@ -45,7 +45,7 @@ from textual.filter import NoColor
 from textual.screen import Screen
 
 #: Between a change of a state and the screen: several of them are shown at once.
-SOON_SECONDS = 0.1
+SOON_SECONDS = 0.06
 #: Measures and ages.
 TICK_SECONDS = 1.0
 SEEK_SECONDS = 30.0

@@ -75,7 +75,7 @@ def _field(
 
 
 FIELDS: tuple[Field, ...] = (
-    _field("adapter", "adapter", lambda job: job.name, 12, "name", "job", flex=3, most=36),
+    _field("adapter", "adapter", lambda job: job.name, 11, "name", "job", flex=3, most=36),
     _field("node", "node", lambda job: job.node, 8, flex=1, most=16, rank=4),
     _field("state", "state", lambda job: job.state, 11, flex=1, most=16),
     _field("val", "val loss", lambda job: job.best_val_loss, 9, "best", "val_loss", right=True),
@@ -85,7 +85,7 @@ FIELDS: tuple[Field, ...] = (
     Field("gap", "gap", lambda job: job.gap),
     _field("step", "step", lambda job: job.step, 11, right=True, rank=6),
     _field("tok", "tok/s", lambda job: job.tokens_per_s, 6, "speed", "tok/s", right=True, rank=2),
-    _field("eta", "ETA", lambda job: job.eta_s, 6, right=True, rank=1),
+    _field("eta", "ETA", lambda job: job.eta_s, 7, right=True, rank=1),
     Field("client", "client", lambda job: job.client),
     Field("gpu", "gpu", lambda job: job.gpu),
     Field("attempt", "attempt", lambda job: float(job.attempt)),

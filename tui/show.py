@@ -67,14 +67,16 @@ def hyper(value: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`0:07`, `12:30`, `1:02:03`, `3 d 4 h`."""
+    """`0:07`, `12:30`, `1:02:03`, `13h26`, `3d 4h`: at most seven places up to ten days."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
         days, hours = divmod(hours, 24)
-        return f"{days} d {hours} h"
+        return f"{days}d {hours}h"
+    if hours >= 10:
+        return f"{hours}h{minutes:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
