@@ -6,7 +6,7 @@
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
     gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
     gshare coordinator  places their jobs     gshare cluster   how its nodes are
-    gshare version
+    gshare tui        the dashboard         gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "coordinator": ("gshare.cli.coordinator:app", "Run the coordinator of a cluster."),
     "submit": ("gshare.cli.submit:submit", "Train adapters on the nodes of a cluster."),
     "cluster": ("gshare.cli.cluster:app", "How the nodes of a cluster are, and what to mend on each."),
+    "tui": ("gshare.cli.tui:tui", "The dashboard: nodes, reservations, adapters and their losses, live."),
     "doctor": ("gshare.cli.doctor:doctor", "What this machine has and lacks, and how to mend it."),
 }
 

@@ -41,6 +41,7 @@ def test_commands_are_frozen() -> None:
         "coordinator": "gshare.cli.coordinator:app",
         "submit": "gshare.cli.submit:submit",
         "cluster": "gshare.cli.cluster:app",
+        "tui": "gshare.cli.tui:tui",
         "doctor": "gshare.cli.doctor:doctor",
     }
 

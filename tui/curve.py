@@ -40,6 +40,13 @@ class Curve:
         self._values = array("f", bytes(4 * first))
         self.last: tuple[int, float] | None = None
 
+    def copy(self) -> Curve:
+        """One that does not change with this one."""
+        held = Curve(self._limit)
+        held._stride, held._skipped, held.size, held.last = self._stride, self._skipped, self.size, self.last
+        held._steps, held._values = self._steps[:], self._values[:]
+        return held
+
     def add(self, step: int, value: float) -> None:
         """One more point; NaN and infinities are kept as they are."""
         if self.last is not None and step <= self.last[0]:

@@ -1,0 +1,136 @@
+"""`gshare tui` in a real terminal with real keys, under tmux."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+tmux = shutil.which("tmux")
+pytestmark = pytest.mark.skipif(tmux is None, reason="tmux is not installed")
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_S = 90.0
+METRICS = '{"step": 1, "total_steps": 2, "loss": 2.5, "val_loss": null}\n'
+
+
+class Terminal:
+    """A tmux server of its own. `run` types a command line into a pane of that size."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR")},
+            "PYTHONPATH": str(ROOT / ".dev"),
+            "HOME": str(directory),
+            "XDG_STATE_HOME": str(directory / "state"),
+            "GSHARE_LEDGER_DIR": str(directory / "ledger"),
+            "TERM": "xterm-256color",
+        }
+
+    def tmux(self, *arguments: str) -> str:
+        assert tmux is not None
+        # The socket's path must be short.
+        command = [tmux, "-f", "/dev/null", "-S", f"{self.directory}/t", *arguments]
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return done.stdout
+
+    def start(self, size: tuple[int, int], *arguments: str) -> None:
+        command = [sys.executable, "-m", "gshare.cli.main", "tui", *arguments]
+        line = " ".join(f"'{part}'" for part in command)
+        self.tmux(
+            "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), f"{line}; echo EXIT $?; sleep 600"
+        )
+
+    @property
+    def text(self) -> str:
+        return self.tmux("capture-pane", "-p")
+
+    def until(self, fits: Callable[[str], bool], what: str) -> str:
+        end = time.monotonic() + PATIENCE_S
+        while not fits(text := self.text):
+            assert time.monotonic() < end, f"waited in vain for {what}\n{text}"
+            time.sleep(0.1)
+        return text
+
+    def keys(self, *keys: str) -> None:
+        self.tmux("send-keys", *keys)
+
+
+@pytest.fixture
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    directory = tmp_path_factory.mktemp("t")
+    one = Terminal(directory)
+    yield one
+    if (directory / "t").exists():
+        one.tmux("kill-server")
+
+
+def test_a_new_user_finds_the_way_with_real_keys(terminal: Terminal) -> None:
+    out = terminal.directory / "out" / "support"
+    out.mkdir(parents=True)
+    (out / "metrics.jsonl").write_text(METRICS)
+    terminal.start((100, 30), "--run", str(out.parent))
+    terminal.until(lambda text: "support" in text and "q Quit" in text, "the overview")
+    terminal.keys("?")
+    told = terminal.until(lambda text: "─ Help ─" in text and "Compare marked" in text, "the help")
+    assert "Open" in told
+    terminal.keys("Escape")
+    terminal.until(lambda text: "Leaderboard" in text and "─ Help ─" not in text, "the help to go")
+    terminal.keys("Enter")
+    terminal.until(lambda text: "overview › support" in text, "the adapter's page")
+    terminal.tmux("resize-window", "-x", "80", "-y", "24")
+    terminal.until(lambda text: max(map(len, text.splitlines())) <= 80 and "4 adapter" in text, "80×24")
+    terminal.keys("2", "/")
+    terminal.until(lambda text: "filter:" in text, "the filter line")
+    terminal.keys("-l", "nothing")
+    terminal.until(lambda text: "no adapter fits the filter" in text, "the filter to work")
+    terminal.keys("Escape")
+    terminal.until(lambda text: "no adapter fits" not in text, "the filter to go")
+    terminal.keys("q")
+    terminal.until(lambda text: "EXIT 0" in text, "the end")
+
+
+def test_without_a_terminal_it_says_so() -> None:
+    command = [sys.executable, "-m", "gshare.cli.main", "tui"]
+    done = subprocess.run(
+        command,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "needs a terminal" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--theme", "pink"], "the themes are gshare-dark"),
+        (["--speed", "2"], "--speed is for --replay alone"),
+        (["--record", "a", "--replay", "b"], "name one of them"),
+    ],
+)
+def test_bad_flags(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from gshare.cli.main import main
+
+    assert main(["tui", *arguments]) == 2
+    assert why in capsys.readouterr().err
