@@ -164,6 +164,18 @@ def train_alone(model: str, flags: tuple[str, ...]) -> None:
     gshare(*arguments, "--json", capture=True)
 
 
+def content(path: Path) -> object:
+    """The file's bytes; of adapter_config.json all but the base's name.
+
+    A base out of a .gguf file is named as that file by the cluster, and as its converted copy by `finetune`.
+    """
+    if path.name != "adapter_config.json":
+        return path.read_bytes()
+    config = json.loads(path.read_text("utf-8"))
+    del config["base_model_name_or_path"]
+    return config
+
+
 def different(names: list[str]) -> list[str]:
     """The files that are not the same byte for byte."""
     there, here = OUT / "cluster", OUT / "alone"
@@ -171,7 +183,7 @@ def different(names: list[str]) -> list[str]:
         f"{name}/{file}"
         for name in names
         for file in FILES
-        if (there / name / file).read_bytes() != (here / name / file).read_bytes()
+        if content(there / name / file) != content(here / name / file)
     ]
 
 
