@@ -85,7 +85,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     base: str = ""  # `base_identity` of the model, for who looks for a trainer to join
     join_key: str = ""  # what a client must have the same to join (joining.py); empty: nobody joins
     joinable: bool = True  # False: only once its first client has opened it (`OpenTrainer`)
-    first_client_seconds: float = 60.0  # exits when nobody has connected for so long
+    first_client_seconds: float = 60.0  # exits when nobody has connected for so long, or no opener come
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
 
 
