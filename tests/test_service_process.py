@@ -496,6 +496,37 @@ class FullDisk(FakeRunner):
 # ---------------------------------------------------------------------- whose directory is whose
 
 
+def test_directories_that_go_while_they_are_listed_are_gone_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another collector removes each at the worst moment: after the look, before the next call."""
+    for number in range(3):
+        (registry.trainers_dir() / f"dead{number}").mkdir()
+    look = Path.exists
+
+    def exists(path: Path) -> bool:
+        """The collector that comes between a look and what follows it."""
+        found = look(path)
+        if path.name.startswith("dead"):
+            registry.remove_trainer_dir(path)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    stat = Path.stat
+
+    def stat_late(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "dead1":
+            registry.remove_trainer_dir(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_late)
+    assert sorted(path.name for path in registry.trainer_dirs()) == ["dead0", "dead1", "dead2"]
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(registry, "is_shared", lambda path: registry.remove_trainer_dir(path.parent))
+    assert registry.collect_dead() == []
+    assert list(registry.trainers_dir().iterdir()) == []
+
+
 def test_a_dead_trainers_directory_is_collected_by_its_locks_not_by_its_pid(tmp_path: Path) -> None:
     spawned = spawn_trainer(CONFIG)
     client = TrainerClient(spawned.directory, "c")

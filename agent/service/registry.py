@@ -241,7 +241,15 @@ def _cannot(lock: int, path: Path) -> bool:
 def trainer_dirs() -> Iterator[Path]:
     """Every trainer's directory, dead or alive, oldest first."""
     entries = [entry for entry in trainers_dir().iterdir() if not entry.name.startswith(".")]
-    yield from sorted(entries, key=lambda entry: entry.stat().st_mtime if entry.exists() else 0.0)
+    yield from sorted(entries, key=_written)
+
+
+def _written(path: Path) -> float:
+    """Unix time, s; 0 for what is gone: another process may remove it between any two looks."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def live_trainers() -> list[Path]:
@@ -254,7 +262,10 @@ def collect_dead() -> list[FinishedJob]:
     for directory in trainer_dirs():
         if is_held(directory / LOCK) or is_shared(directory / SUPERVISOR):
             continue
-        lock = take_lock(directory / LOCK) if directory.exists() else None
+        try:
+            lock = take_lock(directory / LOCK)
+        except FileNotFoundError:
+            continue  # removed meanwhile
         if lock is None:
             continue  # another collector was faster
         try:
@@ -347,7 +358,7 @@ def log_path(identity: str) -> Path:
     """Where the process `identity` writes its output; the oldest logs beyond `LOGS_KEPT` are removed."""
     logs = state_dir() / "logs"
     logs.mkdir(exist_ok=True, mode=0o700)
-    files = sorted(logs.glob("*.log"), key=lambda file: file.stat().st_mtime if file.exists() else 0.0)
+    files = sorted(logs.glob("*.log"), key=_written)
     for old in files[: max(0, len(files) - LOGS_KEPT + 1)]:
         old.unlink(missing_ok=True)
     return logs / f"{identity}.log"
