@@ -89,6 +89,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
 
 
+class NoRoom(GshareError):
+    """The runtime directory is full: perhaps of what crashed trainers left, until somebody collects it."""
+
+
 class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`exit.json`: a trainer that ended in order. Its absence on a dead trainer means it crashed."""
 
@@ -157,6 +161,7 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
 
     The caller passes the lock's descriptor on to the trainer: a flock belongs to the open file, so there is
     no moment at which a directory that is being set up looks dead and could be collected.
+    NoRoom: the disk is full.
     """
     root = trainers_dir()
     directory = root / f".new-{secrets.token_hex(4)}"
@@ -173,10 +178,14 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
         for lock in held:
             os.close(lock)
         remove_trainer_dir(directory)
-        raise GshareError(
-            f"{root}: {error.strerror}; a trainer needs a directory there: make room or set XDG_RUNTIME_DIR"
-        ) from None
+        raise not_made(root, "a trainer needs a directory", error) from None
     return final, held[0], held[1]
+
+
+def not_made(where: Path, what: str, error: OSError) -> GshareError:
+    """The error of something that is needed in the runtime directory; NoRoom where the disk is full."""
+    kind = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT) else GshareError
+    return kind(f"{where}: {error.strerror}; {what} there: make room or set XDG_RUNTIME_DIR")
 
 
 def take_lock(path: Path) -> int | None:
