@@ -410,6 +410,25 @@ def test_a_refused_job_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not Path(refused.spec.output_dir).exists()
 
 
+def test_a_job_that_lacks_its_adapter_only_makes_no_further_step(tmp_path: Path, trainer: Spawned) -> None:
+    """Interrupted between the checkpoint of its last step and the end: the next trainer finishes at once."""
+    client = TrainerClient(trainer.directory, "c")
+    client.follow()
+    request = job("a", tmp_path, "steps=6")
+    client.ask(protocol.SubmitJobs, jobs=[request])
+    collect(client, reached("a", "completed"))
+    adapter = Path(request.spec.output_dir) / "adapter_model.safetensors"
+    expected = adapter.read_text()
+    adapter.unlink()
+    done = client.ask(protocol.SubmitJobs, jobs=[msgspec.structs.replace(request, resume=True)])
+    assert isinstance(done, protocol.Done)
+    assert done.failed == {}
+    events = collect(client, reached("a", "completed"))
+    assert "running" in states(events, "a")
+    assert not any(isinstance(event, Stepped) for event in events)
+    assert weights(request) == expected == weights_after("a", 6)
+
+
 def test_one_directory_is_never_written_by_two_trainers(tmp_path: Path, trainer: Spawned) -> None:
     client = TrainerClient(trainer.directory, "c")
     client.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=100000,sleep=0.01")])
