@@ -206,14 +206,18 @@ class Coordinator:
     def feed(
         self,
         event: events.ClusterEvent | None,
-        *,
+        *more: events.ClusterEvent,
         done: tuple[int, ...] = (),
         cursor: Cursor | None = None,
         evaluation: events.Evaluation | None = None,
     ) -> None:
-        """Handles and commits one event, with the rows of the outbox that it ends."""
+        """Handles one event and commits it, with the rows of the outbox that it ends.
+
+        `more` are handled after it, in order, and are in the same transaction: all of them happen or none.
+        """
+        happened = (*(() if event is None else (event,)), *more)
         try:
-            actions = self.cluster.handle(event) if event is not None else []
+            actions = [action for one in happened for action in self.cluster.handle(one)]
             changed = self.cluster.take_changed()
             self.store.commit(
                 jobs=changed,
@@ -229,7 +233,7 @@ class Coordinator:
             self._announce_job(job)
         for action in actions:
             self._announce(action)
-        if isinstance(event, _CHANGES_NODES):
+        if any(isinstance(one, _CHANGES_NODES) for one in happened):
             self._announce_nodes()
         if actions or isinstance(event, events.Started):  # at the start: what an earlier process left
             self._take_rows()

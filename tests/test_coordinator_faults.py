@@ -15,8 +15,11 @@ from gshare.agent.errors import EXIT_RETRY, GshareError, RetryLater, UsageError
 from gshare.agent.node import protocol as p
 from gshare.agent.node.dial_out import DialIn as AgentsDialIn
 from gshare.agent.service.wire import encode
+from gshare.cli import submit as submit_command
 from gshare.coordinator import blobs as blobs_module
+from gshare.coordinator import main as main_module
 from gshare.coordinator import service as service_module
+from gshare.coordinator.api_client import CoordinatorClient, CoordinatorGone
 from gshare.coordinator.api_protocol import (
     DialIn,
     Fetched,
@@ -344,6 +347,94 @@ def test_the_same_submission_again_is_the_same_and_another_of_that_name_is_refus
             with pytest.raises(UsageError, match="is that of job job0"):
                 await it.ask(Submitted, SubmitToCluster, **fields)
             assert "job1" not in it.coordinator.cluster.jobs
+
+    run(tmp_path, test, "a")
+
+
+def test_killed_in_the_middle_of_a_submission_none_of_it_is_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"job{number}" for number in range(20)]
+    real, written = Store._write_job, []
+
+    def write_job(store: Store, job: Any) -> dict[str, str]:
+        if len(written) == 7:
+            raise KeyboardInterrupt  # in the place of kill -9: no handler of ours looks at it
+        written.append(job.facts.name)
+        return real(store, job)
+
+    def stored() -> list[str]:
+        with Store.open(tmp_path / "home") as store:
+            return [job.facts.name for job in store.jobs()]
+
+    async def killed(it: Straw) -> None:
+        async with it.running() as coordinator:
+            monkeypatch.setattr(Store, "_write_job", write_job)
+            with pytest.raises(KeyboardInterrupt):
+                coordinator._requests._submit(SubmitToCluster(id=1, **submission(tmp_path, names, "s1")))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, killed, "a")
+    assert (written, stored()) == (names[:7], [])
+    monkeypatch.setattr(Store, "_write_job", real)
+
+    async def again(it: Straw) -> None:
+        async with it.running():
+            await it.submit(*names, identity="s2")  # the command again draws another one
+
+    run(tmp_path, again, "a")
+    assert stored() == names
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_submission_whose_answer_was_lost_is_sent_again_and_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Three times it is given up."""
+    answers: list[list[str]] = []
+
+    class Loses(CoordinatorClient):
+        def ask(self, reply_type: Any, make: Any, **fields: Any) -> Any:
+            reply = super().ask(reply_type, make, **fields)
+            answers.append(reply.jobs)
+            if len(answers) <= lost:
+                raise CoordinatorGone("the coordinator is gone; jobs run on")
+            return reply
+
+    async def test(it: Straw) -> None:
+        async with it.running():
+            monkeypatch.setattr(
+                main_module, "connect_or_start", lambda options, client: (Loses(it.state_dir, client), True)
+            )
+            options = main_module.Options(cluster=tmp_path / "cluster.toml", state_dir=it.state_dir)
+            sending = asyncio.to_thread(submit_command._send, options, submission(tmp_path, ["job0", "job1"]))
+            if lost == 3:
+                with pytest.raises(CoordinatorGone):
+                    await sending
+            else:
+                assert await sending == ["job0", "job1"]
+            assert answers == [["job0", "job1"]] * min(lost + 1, 3)
+            assert [job.order for job in it.coordinator.store.jobs()] == [1, 2]
+
+    run(tmp_path, test, "a")
+
+
+def test_a_jobs_name_used_again_does_not_show_the_earlier_jobs_step(tmp_path: Path) -> None:
+    async def test(it: Straw) -> None:
+        async def step() -> int:
+            return (await it.ask(JobRows, ListClusterJobs)).jobs[0].step
+
+        async with it.running():
+            await it.submit("job0")
+            await started(it, "job0", steps=3)
+            await it.until(lambda: "job0" in it.coordinator.losses and it.coordinator.losses["job0"][0] == 3)
+            await it.submit("job0")  # the same one: nothing changes
+            assert await step() == 3
+            await it.ask(JobsDone, StopClusterJobs, jobs=["job0"])
+            await it.until(lambda: is_ended(it, "job0"))
+            assert await step() == 3
+            await it.submit("job0", identity="s2")
+            assert await step() == 0
 
     run(tmp_path, test, "a")
 
