@@ -21,18 +21,22 @@ from pathlib import Path
 from typing import Literal
 
 from gshare.agent.errors import GshareError, RetryLater
-from gshare.agent.jobs.events import CheckpointSaved, Evaluated, JobChanged, Stepped
-from gshare.agent.jobs.names import name_fault
+from gshare.agent.jobs.events import ENDED, CheckpointSaved, Evaluated, JobChanged, Stepped
+from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.node.protocol import (
     AttemptEvent,
+    Attempts,
+    AttemptsDone,
     AttemptStatus,
     BundleFiles,
+    ListAttempts,
     NodeEventFrame,
     NodeHello,
     NodeInfo,
     NodeMessage,
     PinBundle,
     ReleaseBundle,
+    StopAttempts,
 )
 from gshare.agent.service.wire import encode
 from gshare.coordinator import events
@@ -54,15 +58,17 @@ from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
-from gshare.coordinator.facts import ENDED_STATES, JobRecord
+from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
 from gshare.coordinator.home import Home
-from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair, one_line
+from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
 from gshare.coordinator.session import HEARTBEAT_SECONDS, Connect, NodeSession
 from gshare.coordinator.store import Cursor, Store
 from gshare.coordinator.tasks import end_tasks
 
 TICK_SECONDS = 1.0
+#: For each of two questions to a node that is taken out of the cluster file.
+LEAVE_SECONDS = 10.0
 #: Cursors that moved without an evaluation, and blobs that nobody needs, are seen to so often.
 HOUSEKEEPING_SECONDS = 10.0
 #: Nodes that are in no cluster file may dial in; so many of them.
@@ -373,10 +379,50 @@ class Coordinator:
             task.cancel()
 
     def _remove_node(self, name: str) -> None:
-        self._stop_session(name)
-        self.sessions.pop(name, None)
+        """Its jobs go elsewhere at once; the connection ends when the node was told to stop its attempts."""
+        session, running = self.sessions.pop(name), self._running.pop(name, None)
         self._states.pop(name, None)
+        here = {
+            (job.facts.name, job.attempt)
+            for job in self.cluster.jobs.values()
+            if job.node == name and job.state in PLACED_STATES
+        }
         self.feed(events.NodeRemoved(node=name))
+        self._spawn(self._leave_node(name, session.link, running, here))
+
+    async def _leave_node(
+        self,
+        name: str,
+        link: AgentLink | None,
+        running: asyncio.Task[None] | None,
+        here: set[tuple[str, int]],
+    ) -> None:
+        """`here`: what should run there; what else the node says that it runs for us is stopped with it."""
+        reason = f"node {name} was taken out of the cluster file"
+        problem = "it is away"
+        try:
+            if link is not None:
+                listed = (await link.ask(Attempts, ListAttempts, timeout=LEAVE_SECONDS)).attempts
+                here |= {
+                    (s.job, s.attempt) for s in listed if s.owner == self.store.owner and s.state not in ENDED
+                }
+                if here:
+                    which = sorted(here)
+                    fields = {"attempts": which, "reason": reason}
+                    await link.ask(AttemptsDone, StopAttempts, timeout=LEAVE_SECONDS, **fields)
+                return
+        except (LinkGone, LinkLate, LinkRefused) as error:
+            problem = str(error)
+        finally:
+            if running is not None:
+                await end_tasks([running])
+        if here:
+            jobs = ", ".join(sorted(job for job, _ in here))
+            self.say(
+                "warning",
+                f"{reason}, but could not be told to stop its jobs ({problem}): {shorten(jobs, 200)} may go "
+                "on training there; put it back into the file until it is connected, or stop them on it",
+            )
 
     async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:
         """An agent has dialled out to us; one that no cluster file names becomes a node too."""
