@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import LogText, ReadLog, ReadSamples, Samples
+from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
 from gshare.coordinator.api_protocol import (
     ApiReply,
@@ -56,8 +56,6 @@ from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
 
-#: Of one log: what fits in a terminal's memory, and far below a frame.
-MAX_LOG_BYTES = 4 << 20
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
 

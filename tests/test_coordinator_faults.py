@@ -16,6 +16,7 @@ from gshare.agent.node import protocol as p
 from gshare.agent.node.dial_out import DialIn as AgentsDialIn
 from gshare.agent.service.wire import encode
 from gshare.cli import submit as submit_command
+from gshare.cli.cluster_jobs import show_log
 from gshare.coordinator import blobs as blobs_module
 from gshare.coordinator import main as main_module
 from gshare.coordinator import service as service_module
@@ -452,6 +453,9 @@ def test_jobs_are_stopped_paused_resumed_and_their_logs_and_files_fetched(tmp_pa
             await it.until(lambda: attempt.state == "running")
             log = await it.ask(JobLog, ReadJobLog, job="job0")
             assert (log.node, log.text) == (it.job("job0").node, "log of job0\n")
+            await it.ask(JobLog, ReadJobLog, job="job0", max_bytes=1 << 30)
+            asked = [one.max_bytes for one in it.agents["a"].requests if isinstance(one, p.ReadLog)]
+            assert asked == [65536, p.MAX_LOG_BYTES]  # as much as the agent gives
             to = tmp_path / "fetched"
             fetched = await it.ask(Fetched, FetchJob, job="job0", kind="best", directory=str(to))
             assert fetched.files == sorted(
@@ -645,3 +649,44 @@ def test_nodes_of_an_older_configuration_are_reloaded(
             assert set(it.coordinator.cluster.nodes) == {"a"}
 
     run(tmp_path, test, "a", "b")
+
+
+@pytest.mark.parametrize("how", ["connected", "away", "mute"])
+def test_a_node_taken_out_of_the_cluster_file_stops_training_or_somebody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    from gshare.coordinator.api_protocol import ReloadCluster, Reloaded
+
+    async def test(it: Straw) -> None:
+        async with it.running() as coordinator:
+            await it.submit("job0")
+            agent, attempt = await started(it, "job0", steps=2)
+            left = it.job("job0").node
+            if how == "away":
+                it.unreachable.add(left)
+                agent.hang_up()
+                await it.until(lambda: coordinator.sessions[left].link is None)
+            agent.mute = how == "mute"
+            nodes = tuple(node for node in coordinator.config.nodes if node.name != left)
+            rest = ClusterConfig(nodes=nodes, source="cluster.toml")
+            monkeypatch.setattr(service_module, "load_cluster", lambda path: rest)
+            assert (await it.ask(Reloaded, ReloadCluster)).nodes == [node.name for node in nodes]
+            await it.until(lambda: it.job("job0").node == nodes[0].name)
+            await it.until(lambda: not agent._writers)  # the connection has ended
+            warned = [text for text in it.said if f"node {left} was taken out" in text]
+            if how == "connected":
+                assert (attempt.state, warned) == ("stopped", [])
+                assert attempt.reason == f"node {left} was taken out of the cluster file"
+            else:
+                assert attempt.state == "running"
+                await it.until(lambda: any("'job0' may go on training there" in text for text in it.said))
+
+    monkeypatch.setattr(service_module, "LEAVE_SECONDS", 0.3)
+    run(tmp_path, test, "a", "b")
+
+
+def test_more_of_a_log_than_an_agent_gives_is_refused_with_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--max-bytes: at most {p.MAX_LOG_BYTES}"):
+        show_log(tmp_path / "cluster.toml", tmp_path / "home", "job0", p.MAX_LOG_BYTES + 1)
+    with pytest.raises(RetryLater, match="no coordinator runs"):  # negative control: it would be asked
+        show_log(tmp_path / "cluster.toml", tmp_path / "home", "job0", p.MAX_LOG_BYTES)
