@@ -81,15 +81,16 @@ def submit(
             _say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
         else:
             client.ask(Reloaded, ReloadCluster)
-        names = client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields).jobs
+        submitted = client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields)
     if not watch:
-        print("\n".join(names))
+        print("\n".join(submitted.jobs))
         _say("`gshare jobs --cluster FILE` lists them, `gshare jobs attach NAME --cluster FILE` follows one")
         return EXIT_OK
     from gshare.cli.cluster_live import watch_jobs
 
     outputs = [(spec.name, spec.output_dir) for spec in run.adapters]
-    return watch_jobs(options.state_dir, outputs, json_lines=json)
+    since = submitted.journal_id, submitted.after_seq
+    return watch_jobs(options.state_dir, outputs, json_lines=json, since=since)
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,7 @@ from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
 from gshare.agent.node.protocol import LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
+from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
@@ -69,6 +70,7 @@ class State(Protocol):
 
     store: Store
     cluster: Cluster
+    ring: EventRing
     home: Home
     sessions: dict[str, NodeSession]
     heard: dict[str, float]  # node → monotonic s
@@ -122,9 +124,15 @@ class Requests:
                 fault = f"output_dir {job.spec.output_dir} is that of job {owner}, which has not ended"
             if fault is not None:
                 raise UsageError(fault)
+        after_seq = self._it.ring.last_seq
         for fact in facts:
             self._it.feed(events.Submit(facts=fact))
-        return Submitted(reply_to=request.id, jobs=[fact.name for fact in facts])
+        return Submitted(
+            reply_to=request.id,
+            jobs=[fact.name for fact in facts],
+            journal_id=self._it.ring.journal_id,
+            after_seq=after_seq,
+        )
 
     def _outputs(self) -> dict[str, str]:
         return {
