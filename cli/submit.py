@@ -65,13 +65,13 @@ def submit(
     from gshare.coordinator.api_protocol import ReloadCluster, Reloaded, Submitted, SubmitToCluster
     from gshare.coordinator.config import load_cluster
     from gshare.coordinator.main import connect_or_start
-    from gshare.coordinator.submission import build_submission
+    from gshare.coordinator.submission import build_submission, check_model
 
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     options = options_of(cluster, state_dir, accept_new=accept_new)
-    load_cluster(options.cluster)
+    check_model(run.model, load_cluster(options.cluster))
     for spec in run.adapters:
         check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=False)
     fields = build_submission(run, _say)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.model_limits import add_model_faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.xdg import cache_dir
 
@@ -83,24 +84,12 @@ def _check_model(run: RunSpec, model_dir: Path) -> None:
     config = read_config(model_dir)
     locate_tensors(model_dir, config)
     faults = Faults()
+    add_model_faults(run.adapters, config.num_layers, config.max_position_embeddings, faults)
     for spec in run.adapters:
-        where = f"adapter {spec.name}"
-        beyond = [layer for layer in spec.layers_to_transform or () if layer >= config.num_layers]
-        if beyond:
-            faults.add(
-                f"{where}: layers_to_transform",
-                f"{beyond[0]} is no layer of this model, which has {config.num_layers} "
-                f"(0 to {config.num_layers - 1})",
-            )
-        if spec.max_length > config.max_position_embeddings:
-            faults.add(
-                f"{where}: max_length",
-                f"{spec.max_length} is beyond the model's max_position_embeddings, "
-                f"{config.max_position_embeddings}; set it to that or less",
-            )
         if Path(spec.output_dir).resolve() == model_dir.resolve():
             faults.add(
-                f"{where}: output_dir", f"{spec.output_dir} is the model's directory; choose another one"
+                f"adapter {spec.name}: output_dir",
+                f"{spec.output_dir} is the model's directory; choose another one"
             )
     faults.raise_if_any()
 
