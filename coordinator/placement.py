@@ -367,7 +367,9 @@ def _why_never(needs: _Needs, node: _Node) -> str | None:
             limit = CPU_MAX_PARAMETERS // 1_000_000
             why = f"no GPU, and its model's size {size}: CPU-only nodes take {limit} M parameters"
             if needs.parameters is None:
-                why += " (submit with the path of its directory, or have it in the hub cache where you submit)"
+                why += (
+                    " (submit with the path of its directory, or have it in the hub cache where you submit)"
+                )
             reasons.append(why)
         elif slot.capacity_mb is not None and slot.capacity_mb < mb:
             reasons.append(f"{what} has {slot.capacity_mb} MiB to give, {mb} are needed")

@@ -26,10 +26,22 @@ Progress = Callable[[str, int, int], None]
 
 def find_model(run: RunSpec, progress: Progress | None = None) -> Path:
     """The model's directory, found, fetched or converted. UsageError: none, or not one for these adapters."""
+    model_dir = locate_model(run, progress)
+    check_adapters(run, model_dir)
+    return model_dir
+
+
+def locate_model(run: RunSpec, progress: Progress | None = None) -> Path:
+    """As `find_model`, whatever the adapters are. UsageError: it is not here, or cannot be loaded.
+
+    From config.json and the headers of the tensor files alone: a trainer would find it only after its start.
+    """
+    from gshare.agent.base.checkpoint_files import locate_tensors
+    from gshare.agent.base.config import read_config
     from gshare.agent.base.resolve import resolve_model
 
     found = resolve_model(run.model, cache_dir=cache_dir(), base_dtype=run.base_dtype, progress=progress)
-    _check_model(run, found.path)
+    locate_tensors(found.path, read_config(found.path))
     return found.path
 
 
@@ -73,23 +85,18 @@ def run_estimate(
     )
 
 
-def _check_model(run: RunSpec, model_dir: Path) -> None:
-    """What the trainer would find only after it has started: a model it cannot load, an adapter beyond it.
-
-    From config.json and the headers of the tensor files alone.
-    """
-    from gshare.agent.base.checkpoint_files import locate_tensors
+def check_adapters(run: RunSpec, model_dir: Path) -> None:
+    """UsageError: an adapter beyond its model, which is so on every machine."""
     from gshare.agent.base.config import read_config
 
     config = read_config(model_dir)
-    locate_tensors(model_dir, config)
     faults = Faults()
     add_model_faults(run.adapters, config.num_layers, config.max_position_embeddings, faults)
     for spec in run.adapters:
         if Path(spec.output_dir).resolve() == model_dir.resolve():
             faults.add(
                 f"adapter {spec.name}: output_dir",
-                f"{spec.output_dir} is the model's directory; choose another one"
+                f"{spec.output_dir} is the model's directory; choose another one",
             )
     faults.raise_if_any()
 
