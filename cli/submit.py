@@ -21,6 +21,7 @@ from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
 from gshare.cli.prepare import read_spec
 
 if TYPE_CHECKING:
+    from gshare.coordinator.api_protocol import Submitted
     from gshare.coordinator.main import Options
 
 _NO_RUN_FLAGS = RunFlags()
@@ -68,29 +69,30 @@ def submit(
         Trust host keys that are seen for the first time, if the coordinator has to be started.
     """
     from gshare.coordinator.config import load_cluster
-    from gshare.coordinator.submission import build_submission
+    from gshare.coordinator.submission import build_submission, check_model
 
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     options = options_of(cluster, state_dir, accept_new=accept_new)
-    load_cluster(options.cluster)
+    check_model(run.model, load_cluster(options.cluster))
     for spec in run.adapters:
         check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=False)
     fields = build_submission(run, _say)
-    names = _send(options, fields)
+    submitted = _send(options, fields)
     if not watch:
-        print("\n".join(names))
+        print("\n".join(submitted.jobs))
         _say("`gshare jobs --cluster FILE` lists them, `gshare jobs attach NAME --cluster FILE` follows one")
         return EXIT_OK
     from gshare.cli.cluster_live import watch_jobs
 
     outputs = [(spec.name, spec.output_dir) for spec in run.adapters]
-    return watch_jobs(options.state_dir, outputs, json_lines=json)
+    since = submitted.journal_id, submitted.after_seq
+    return watch_jobs(options.state_dir, outputs, json_lines=json, since=since)
 
 
-def _send(options: Options, fields: dict[str, Any]) -> list[str]:
-    """The names of the jobs, accepted. Sent again when the coordinator goes before it has answered.
+def _send(options: Options, fields: dict[str, Any]) -> Submitted:
+    """The answer: the jobs are accepted. Sent again when the coordinator goes before it has answered.
 
     What was sent carries its `submission`, so jobs that are in the store already are not taken twice.
     """
@@ -106,7 +108,7 @@ def _send(options: Options, fields: dict[str, Any]) -> list[str]:
                     _say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
                 else:
                     client.ask(Reloaded, ReloadCluster)
-                return client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields).jobs
+                return client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields)
         except CoordinatorGone:
             if not left:
                 raise

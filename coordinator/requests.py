@@ -14,6 +14,7 @@ from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
 from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
+from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
@@ -67,6 +68,7 @@ class State(Protocol):
 
     store: Store
     cluster: Cluster
+    ring: EventRing
     home: Home
     sessions: dict[str, NodeSession]
     heard: dict[str, float]  # node → monotonic s
@@ -120,6 +122,7 @@ class Requests:
                 fault = f"output_dir {job.spec.output_dir} is that of job {owner}, which has not ended"
             if fault is not None:
                 raise UsageError(fault)
+        after_seq = self._it.ring.last_seq
         for fact in facts:
             old = self._it.cluster.jobs.get(fact.name)
             if old is not None and old.facts.submission != fact.submission:
@@ -127,7 +130,12 @@ class Requests:
         # In one transaction: of a submission that is half in the store, the client would know nothing, and
         # the same command again would be refused for the names of that half.
         self._it.feed(*(events.Submit(facts=fact) for fact in facts))
-        return Submitted(reply_to=request.id, jobs=[fact.name for fact in facts])
+        return Submitted(
+            reply_to=request.id,
+            jobs=[fact.name for fact in facts],
+            journal_id=self._it.ring.journal_id,
+            after_seq=after_seq,
+        )
 
     def _outputs(self) -> dict[str, str]:
         return {

@@ -109,14 +109,14 @@ class Coordinator:
         self._tick_seconds = tick_seconds
         self._heartbeat = heartbeat_seconds
         self._session = secrets.token_hex(8)
-        self._ring = EventRing(self._session)
+        self.ring = EventRing(self._session)
         self._requests = Requests(self)
         self._api = ApiServer(
             store.state_dir / SOCKET,
             welcome=self._welcome,
             handle=self._requests.handle,
             dialled=self._dialled,
-            ring=self._ring,
+            ring=self.ring,
         )
         self._executor = Executor(
             owner=store.owner,

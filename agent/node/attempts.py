@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -253,6 +254,8 @@ class Attempts:
     def _take(self, attempt: Attempt, event: Event) -> None:
         if event.job in ("", attempt.record.name):  # a trainer's own word: each of its jobs hears it
             event = msgspec.structs.replace(event, job=attempt.record.request.job)
+            if isinstance(event, JobChanged):
+                event = msgspec.structs.replace(event, reason=_for_its_user(event.reason, attempt.record))
             self._tell(attempt, event)
 
     def _place(self, attempt: Attempt, position: int) -> None:
@@ -275,7 +278,7 @@ class Attempts:
         interrupted = self.interrupting and (outcome.state == "stopped" or outcome.retry)
         stopped = attempt.record.stop
         state: JobStateName = outcome.state
-        reason, retry = outcome.reason, outcome.retry
+        reason, retry = _for_its_user(outcome.reason, attempt.record), outcome.retry
         if interrupted and stopped is None:
             state, reason, retry = "queued", RESUMES, False
         elif stopped is not None and state == "stopped":
@@ -331,6 +334,13 @@ class Attempts:
         except OSError as error:
             attempt.unsaved = True
             self._say("warning", f"{attempt.directory}: {error.strerror}; its record is older than the truth")
+
+
+def _for_its_user(reason: str, record: AttemptRecord) -> str:
+    """With the job's own name for the one that it has in a trainer; paths that hold it stay paths."""
+    return re.sub(
+        rf"(?<![\w./-]){re.escape(record.name)}(?![\w/-]|\.\w)", lambda _: record.request.job, reason
+    )
 
 
 def _ending_of(status: AttemptStatus) -> JobChanged:
