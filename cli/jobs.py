@@ -165,6 +165,7 @@ def attach(
 def stop(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
     """Checkpoint jobs and stop them; `gshare finetune --resume` goes on with them.
 
+    Those of a cluster go on with `gshare jobs resume NAME --cluster FILE`.
     A job that still waits for GPU memory leaves the queue; the command that waits for it ends with exit 130.
 
     Parameters
@@ -197,7 +198,7 @@ def pause(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = No
 
 @app.command
 def resume(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
-    """Let paused jobs run again.
+    """Let paused jobs run again; with --cluster also stopped ones, from their newest checkpoint.
 
     Parameters
     ----------
