@@ -95,6 +95,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     again = cluster.gshare("submit", "--adapters-config", cluster.spec)
     assert again.returncode == 2  # brief's directory holds its results
     assert "already holds this run" in again.stderr
+    assert "`gshare jobs resume brief --cluster FILE` continues a stopped job" in again.stderr
+    assert "--resume" not in again.stderr  # a flag that `submit` does not have
     unknown = cluster.gshare("jobs", "stop", "lnog")
     assert unknown.returncode == 2
     assert "did you mean long?" in unknown.stderr
@@ -112,6 +114,7 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     assert cluster.gshare("jobs", "stop", "long").returncode == 0
     cluster.until_ended("long")
     assert cluster.jobs()["long"].state == "stopped"
+    _check_left_behind(cluster)
     attached = cluster.gshare("jobs", "attach", "long")
     assert attached.returncode == 130, attached.stderr
 
@@ -119,6 +122,24 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     stopped = cluster.gshare("coordinator", "stop")
     assert stopped.returncode == 0, stopped.stderr
     assert f"coordinator {pid} has ended" in stopped.stderr
+
+
+def _check_left_behind(cluster: LocalCluster) -> None:
+    """What the nodes have forgotten: told with what there is instead. `brief` completed, `long` stopped."""
+    for node in cluster.nodes:
+        cluster.until(lambda node=node: not cluster.attempts(node))
+    to = str(cluster.root / "left")
+    for words, told in (
+        (("fetch", "brief", to), f"keeps its files no longer; its results are in {cluster.root}/out/brief"),
+        (("logs", "brief"), f"keeps its log no longer; its results are in {cluster.root}/out/brief"),
+        (("fetch", "long", to), "--kind checkpoint` brings its newest checkpoint; `gshare jobs resume long"),
+        (("logs", "long"), "job long is stopped, and its node keeps its log no longer; "),
+    ):
+        asked = cluster.gshare("jobs", *words)
+        assert (asked.returncode, told in asked.stderr) == (1, True), asked.stderr
+        assert "attempt" not in asked.stderr
+    fetched = cluster.gshare("jobs", "fetch", "long", to, "--kind", "checkpoint")
+    assert fetched.returncode == 0, fetched.stderr
 
 
 def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_directories: None) -> None:
