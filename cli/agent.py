@@ -4,6 +4,7 @@ gshare agent [--state-dir DIR]                 listens on a Unix socket
 gshare agent --bind [HOST:PORT]                and as an SSH server of its own
 gshare agent --coordinator USER@HOST           and calls a coordinator (a node behind NAT)
 gshare agent --install                         as a systemd user service
+gshare agent stop [--state-dir DIR]            ends the one that runs; what it ran goes on at its next start
 gshare agent connect [--state-dir DIR]         stdin and stdout are its socket: what SSH runs
 """
 
@@ -92,6 +93,26 @@ def agent(
         print("\n".join(install_unit(words)), file=sys.stderr)
         return EXIT_OK
     return run_agent(directory, gates)
+
+
+@app.command
+def stop(*, state_dir: Path | None = None) -> int:
+    """Checkpoint what the agent of this node runs and end it; 75 when none runs.
+
+    What it ran goes on at its next start. A coordinator that still runs starts it again: stop that first.
+
+    Parameters
+    ----------
+    state_dir
+        The agent's; by default $XDG_STATE_HOME/gshare/agent.
+    """
+    from gshare.agent.node.state_dir import default_state_dir
+    from gshare.agent.node.stop import stop_agent
+
+    directory = (default_state_dir() if state_dir is None else state_dir).expanduser().absolute()
+    pid = stop_agent(directory)
+    print(f"agent {pid} has ended; what it ran goes on at its next start", file=sys.stderr)
+    return EXIT_OK
 
 
 @app.command
