@@ -72,7 +72,7 @@ def agent(
                 port=port,
                 host_key=directory / "ssh_host_key",
                 authorized_keys=keys,
-                on_listening=_say_listening,
+                on_listening=partial(_say_listening, host),
             )
         )
     elif authorized_keys is not None:
@@ -131,5 +131,8 @@ def connect(*, state_dir: Path | None = None) -> int:
     return connect_bridge(directory / "socket")
 
 
-def _say_listening(port: int, fingerprint: str) -> None:
-    print(f"listening as an SSH server on port {port}; host key {fingerprint}", file=sys.stderr, flush=True)
+def _say_listening(host: str, port: int, fingerprint: str) -> None:
+    from gshare.agent.node.daemon import tell
+
+    where = host or "all interfaces"
+    tell(f"listening on {where} as an SSH server on port {port}; host key {fingerprint}")

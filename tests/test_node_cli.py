@@ -91,6 +91,9 @@ def test_an_idle_agent_leaves_at_once(tmp_path: Path, number: signal.Signals, co
         assert not agent.socket.exists()
         with pytest.raises(ConnectionResetError):
             client.receive(10)
+        first, last = agent.log.read_text().splitlines()
+        assert first == f"agent {agent.process.pid} runs; state in {agent.state}, socket {agent.socket}"
+        assert last == "the agent has ended; what it ran goes on at its next start"
 
 
 def stop(state: Path) -> subprocess.CompletedProcess[str]:
