@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_runner import weights_after
+from gshare.coordinator.api_client import connect_coordinator
 from local_cluster import LocalCluster
 
 
@@ -122,6 +123,33 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     stopped = cluster.gshare("coordinator", "stop")
     assert stopped.returncode == 0, stopped.stderr
     assert f"coordinator {pid} has ended" in stopped.stderr
+    none = cluster.gshare("coordinator", "stop")
+    assert (none.returncode, none.stderr) == (75, f"gshare: no coordinator runs on {cluster.home}\n")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_coordinator_that_was_asked_to_stop_has_not_failed(
+    tmp_path: Path, own_directories: None, asked: bool
+) -> None:
+    """With a client that is there and says nothing. Negative control: SIGTERM is 143."""
+    cluster = LocalCluster(tmp_path / "it", "a")
+    cluster.home.mkdir(mode=0o700, parents=True)
+    cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
+    running = cluster.start("coordinator")
+    try:
+        cluster.until(lambda: cluster.coordinator_pid() == running.pid)
+        with connect_coordinator(cluster.home):
+            if asked:
+                stopped = cluster.gshare("coordinator", "stop")
+                assert stopped.returncode == 0, stopped.stderr
+            else:
+                running.terminate()
+            _, said = running.communicate(timeout=30)
+        assert running.returncode == (0 if asked else 143)
+        assert "Traceback" not in said
+        assert "the coordinator leaves; jobs run on" in said
+    finally:
+        cluster.close()
 
 
 def _check_left_behind(cluster: LocalCluster) -> None:
