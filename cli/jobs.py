@@ -343,6 +343,8 @@ def _find(name: str, *, running: bool) -> Found:
     if matches:
         raise UsageError(f"job {name} has ended: {matches[0].status.state}")
     known = sorted({job.status.job for job in everything})
+    if any(other.endswith(f"-{name}") for other in known):  # `local_name` of a node's agent
+        raise UsageError(f"no job named {name} of your own; if it is a cluster's job, add --cluster FILE")
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near else f"known: {', '.join(known[:20]) or 'none'}"
     raise UsageError(f"no job named {name}; {hint}")

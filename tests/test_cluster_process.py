@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +108,10 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     cluster.until(lambda: cluster.jobs()["long"].state == "paused")
     assert cluster.gshare("jobs", "resume", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "running")
+    alone = _jobs_of_this_machine("stop", "long")
+    assert (alone.returncode, "if it is a cluster's job, add --cluster FILE" in alone.stderr) == (2, True)
+    other = _jobs_of_this_machine("stop", "nothing")  # the negative control
+    assert (other.returncode, "--cluster" in other.stderr) == (2, False), other.stderr
     log = cluster.gshare("jobs", "logs", "long")
     assert log.returncode == 0, log.stderr
     to = cluster.root / "fetched"
@@ -150,6 +156,11 @@ def test_a_coordinator_that_was_asked_to_stop_has_not_failed(
         assert "the coordinator leaves; jobs run on" in said
     finally:
         cluster.close()
+
+
+def _jobs_of_this_machine(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gshare.cli.main", "jobs", *words]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
 
 
 def _check_left_behind(cluster: LocalCluster) -> None:
