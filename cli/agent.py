@@ -4,6 +4,7 @@ gshare agent [--state-dir DIR]                 listens on a Unix socket
 gshare agent --bind [HOST:PORT]                and as an SSH server of its own
 gshare agent --coordinator USER@HOST           and calls a coordinator (a node behind NAT)
 gshare agent --install                         as a systemd user service
+gshare agent stop [--state-dir DIR]            ends the one that runs; what it ran goes on at its next start
 gshare agent connect [--state-dir DIR]         stdin and stdout are its socket: what SSH runs
 """
 
@@ -71,7 +72,7 @@ def agent(
                 port=port,
                 host_key=directory / "ssh_host_key",
                 authorized_keys=keys,
-                on_listening=_say_listening,
+                on_listening=partial(_say_listening, host),
             )
         )
     elif authorized_keys is not None:
@@ -95,6 +96,26 @@ def agent(
 
 
 @app.command
+def stop(*, state_dir: Path | None = None) -> int:
+    """Checkpoint what the agent of this node runs and end it; 75 when none runs.
+
+    What it ran goes on at its next start. A coordinator that still runs starts it again: stop that first.
+
+    Parameters
+    ----------
+    state_dir
+        The agent's; by default $XDG_STATE_HOME/gshare/agent.
+    """
+    from gshare.agent.node.state_dir import default_state_dir
+    from gshare.agent.node.stop import stop_agent
+
+    directory = (default_state_dir() if state_dir is None else state_dir).expanduser().absolute()
+    pid = stop_agent(directory)
+    print(f"agent {pid} has ended; what it ran goes on at its next start", file=sys.stderr)
+    return EXIT_OK
+
+
+@app.command
 def connect(*, state_dir: Path | None = None) -> int:
     """Join stdin and stdout to the agent's socket; 75 when none runs.
 
@@ -110,5 +131,8 @@ def connect(*, state_dir: Path | None = None) -> int:
     return connect_bridge(directory / "socket")
 
 
-def _say_listening(port: int, fingerprint: str) -> None:
-    print(f"listening as an SSH server on port {port}; host key {fingerprint}", file=sys.stderr, flush=True)
+def _say_listening(host: str, port: int, fingerprint: str) -> None:
+    from gshare.agent.node.daemon import tell
+
+    where = host or "all interfaces"
+    tell(f"listening on {where} as an SSH server on port {port}; host key {fingerprint}")

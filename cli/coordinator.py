@@ -8,14 +8,13 @@ gshare coordinator connect           stdin and stdout are its socket: what a nod
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from gshare.agent.errors import EXIT_OK, GshareError, UsageError
+from gshare.agent.errors import EXIT_OK, GshareError, RetryLater, UsageError
 from gshare.cli.cluster_flags import options_of, state_dir_of
 
 app = App(name="coordinator", help="Run the coordinator of a cluster in the foreground.")
@@ -74,11 +73,15 @@ def stop(*, state_dir: Path | None = None) -> int:
         The coordinator's; by default $XDG_STATE_HOME/gshare/coordinator.
     """
     from gshare.coordinator.api_client import CoordinatorClient, NoCoordinator
+    from gshare.coordinator.main import STOP_SIGNAL
 
     directory = state_dir_of(state_dir)
-    with CoordinatorClient(directory, "gshare coordinator stop") as client:
-        pid = client.welcome.pid
-    os.kill(pid, signal.SIGTERM)
+    try:
+        with CoordinatorClient(directory, "gshare coordinator stop") as client:
+            pid = client.welcome.pid
+    except NoCoordinator:
+        raise RetryLater(f"no coordinator runs on {directory}") from None
+    os.kill(pid, STOP_SIGNAL)
     deadline = time.monotonic() + STOP_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -165,6 +165,7 @@ def attach(
 def stop(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
     """Checkpoint jobs and stop them; `gshare finetune --resume` goes on with them.
 
+    Those of a cluster go on with `gshare jobs resume NAME --cluster FILE`.
     A job that still waits for GPU memory leaves the queue; the command that waits for it ends with exit 130.
 
     Parameters
@@ -197,7 +198,7 @@ def pause(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = No
 
 @app.command
 def resume(*names: str, cluster: ClusterFlag = None, state_dir: StateDirFlag = None) -> int:
-    """Let paused jobs run again.
+    """Let paused jobs run again; with --cluster also stopped ones, from their newest checkpoint.
 
     Parameters
     ----------
@@ -342,6 +343,8 @@ def _find(name: str, *, running: bool) -> Found:
     if matches:
         raise UsageError(f"job {name} has ended: {matches[0].status.state}")
     known = sorted({job.status.job for job in everything})
+    if any(other.endswith(f"-{name}") for other in known):  # `local_name` of a node's agent
+        raise UsageError(f"no job named {name} of your own; if it is a cluster's job, add --cluster FILE")
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near else f"known: {', '.join(known[:20]) or 'none'}"
     raise UsageError(f"no job named {name}; {hint}")

@@ -77,7 +77,9 @@ def submit(
     options = options_of(cluster, state_dir, accept_new=accept_new)
     check_model(run.model, load_cluster(options.cluster))
     for spec in run.adapters:
-        check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=False)
+        record = RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec)
+        go_on = f"`gshare jobs resume {spec.name} --cluster FILE` continues a stopped job"
+        check_free_output_dir(record, resume=False, go_on=go_on)
     fields = build_submission(run, _say)
     submitted = _send(options, fields)
     if not watch:

@@ -46,6 +46,11 @@ class CoordinatorGone(GshareError):
 class NoCoordinator(RetryLater):
     """None runs on that state directory."""
 
+    def __init__(self, state_dir: Path) -> None:
+        super().__init__(
+            f"no coordinator runs on {state_dir}; start one with `gshare coordinator`, or submit something"
+        )
+
 
 def default_state_dir() -> Path:
     """`$XDG_STATE_HOME/gshare/coordinator`, by default in `~/.local/state`."""
@@ -60,9 +65,7 @@ def connect_coordinator(state_dir: Path) -> socket.socket:
             sock.connect(address)
     except OSError:
         sock.close()
-        raise NoCoordinator(
-            f"no coordinator runs on {state_dir}; start one with `gshare coordinator`, or submit something"
-        ) from None
+        raise NoCoordinator(state_dir) from None
     return sock
 
 

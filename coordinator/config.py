@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults, TomlFile, check_section, convert, unknown_key
 from gshare.agent.jobs.names import name_fault, shorten
 
@@ -69,6 +70,15 @@ def default_cluster_path() -> Path:
 
 def load_cluster(path: Path) -> ClusterConfig:
     """The cluster that `path` describes. UsageError with one line a fault otherwise."""
+    if path == default_cluster_path():
+        try:
+            path.stat()
+        except FileNotFoundError:
+            raise UsageError(
+                f"{path}: no such file; copy cluster.toml.example there, or name yours with --cluster"
+            ) from None
+        except OSError:
+            pass  # `TomlFile` tells
     file = TomlFile(path)
     faults = Faults()
     for key in file.table:

@@ -1,6 +1,7 @@
 """The coordinator's process: state directory, signals, host keys, one line a message on stderr.
 
 SIGINT, SIGTERM    leave at once, exit 130 or 143: jobs run on, the next start goes on with them
+SIGUSR1            the same, exit 0: `gshare coordinator stop` asked for it
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from gshare.coordinator.store import Store
 
 LOG = "coordinator.log"
+#: Of `gshare coordinator stop`: who is asked to end and does has not failed.
+STOP_SIGNAL = signal.SIGUSR1
 #: Of a detached coordinator: interpreter, imports and the store take about a second; a loaded machine ten.
 START_SECONDS = 60.0
 
@@ -89,6 +92,7 @@ async def _run(options: Options, config: ClusterConfig, store: Store) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, leave, EXIT_SIGINT)
     loop.add_signal_handler(signal.SIGTERM, leave, EXIT_SIGTERM)
+    loop.add_signal_handler(STOP_SIGNAL, leave, EXIT_OK)
     tell("info", f"coordinator {os.getpid()} of {len(config.nodes)} nodes, state in {options.state_dir}")
     await coordinator.run(stop)
     tell("info", "the coordinator leaves; jobs run on, and the next start goes on with them")

@@ -51,6 +51,7 @@ from gshare.coordinator.file_transfer import pull_bundle
 from gshare.coordinator.home import Home
 from gshare.coordinator.homecoming import come_home
 from gshare.coordinator.leaderboard import ranked, row_of
+from gshare.coordinator.left_behind import where_instead
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
 from gshare.coordinator.results import Result, place_results
@@ -277,6 +278,7 @@ class Requests:
                 attempt=job.attempt,
                 max_bytes=max(1, min(request.max_bytes, MAX_LOG_BYTES)),
             ),
+            job,
         )
         return JobLog(reply_to=request.id, node=node, text=text.text)
 
@@ -337,7 +339,8 @@ class Requests:
             except (LinkGone, LinkLate, LinkRefused, RetryLater) as error:
                 if request.kind != "checkpoint" or job.checkpoint is None:
                     kind = RetryLater if not isinstance(error, LinkRefused) or error.retry else GshareError
-                    raise kind(f"job {request.job}: {plain(str(error))}") from None
+                    gone = where_instead(job, error, "files") if isinstance(error, LinkRefused) else None
+                    raise kind(gone or f"job {request.job}: {plain(str(error))}") from None
                 files, step = checkpoint_refs(job.checkpoint), job.checkpoint.step
             files = come_home(files, read_order(job.facts), home.blobs)
             results = [Result(f.name, home.blobs.path(f.sha256), f.sha256, f.size) for f in files]
@@ -348,11 +351,15 @@ class Requests:
         )
 
 
-async def _asked(what: str, answer: Awaitable[A]) -> A:
-    """A node's answer; what goes wrong becomes the client's error, with `what` before it."""
+async def _asked(what: str, answer: Awaitable[A], log_of: JobRecord | None = None) -> A:
+    """A node's answer; what goes wrong becomes the client's error, with `what` before it.
+
+    `log_of`: the job whose log was asked for, which its node may have forgotten.
+    """
     try:
         return await answer
     except (LinkGone, LinkLate) as error:
         raise RetryLater(f"{what}: {error}") from None
     except LinkRefused as error:
-        raise GshareError(f"{what}: {error}") from None
+        gone = where_instead(log_of, error, "log") if log_of is not None else None
+        raise GshareError(gone or f"{what}: {error}") from None

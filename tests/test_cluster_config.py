@@ -38,6 +38,17 @@ def test_the_example_is_valid_and_shows_every_key() -> None:
         assert f"{key} =" in text or f"[node.{key}]" in text or f"[[node.{key}]]" in text, key
 
 
+def test_without_the_default_file_it_says_where_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a file that was named is only said not to be there."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=r"copy cluster\.toml\.example there, or name yours with --cluster"):
+        load_cluster(default_cluster_path())
+    with pytest.raises(UsageError, match=r"named\.toml: no such file$"):
+        load_cluster(tmp_path / "named.toml")
+
+
 def test_every_fault_in_one_run(tmp_path: Path) -> None:
     text = """\
 title = "x"

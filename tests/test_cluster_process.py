@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_runner import weights_after
+from gshare.coordinator.api_client import connect_coordinator
 from local_cluster import LocalCluster
 
 
@@ -95,6 +98,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     again = cluster.gshare("submit", "--adapters-config", cluster.spec)
     assert again.returncode == 2  # brief's directory holds its results
     assert "already holds this run" in again.stderr
+    assert "`gshare jobs resume brief --cluster FILE` continues a stopped job" in again.stderr
+    assert "--resume" not in again.stderr  # a flag that `submit` does not have
     unknown = cluster.gshare("jobs", "stop", "lnog")
     assert unknown.returncode == 2
     assert "did you mean long?" in unknown.stderr
@@ -103,6 +108,10 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     cluster.until(lambda: cluster.jobs()["long"].state == "paused")
     assert cluster.gshare("jobs", "resume", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "running")
+    alone = _jobs_of_this_machine("stop", "long")
+    assert (alone.returncode, "if it is a cluster's job, add --cluster FILE" in alone.stderr) == (2, True)
+    other = _jobs_of_this_machine("stop", "nothing")  # the negative control
+    assert (other.returncode, "--cluster" in other.stderr) == (2, False), other.stderr
     log = cluster.gshare("jobs", "logs", "long")
     assert log.returncode == 0, log.stderr
     to = cluster.root / "fetched"
@@ -112,6 +121,7 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     assert cluster.gshare("jobs", "stop", "long").returncode == 0
     cluster.until_ended("long")
     assert cluster.jobs()["long"].state == "stopped"
+    _check_left_behind(cluster)
     attached = cluster.gshare("jobs", "attach", "long")
     assert attached.returncode == 130, attached.stderr
 
@@ -119,6 +129,56 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     stopped = cluster.gshare("coordinator", "stop")
     assert stopped.returncode == 0, stopped.stderr
     assert f"coordinator {pid} has ended" in stopped.stderr
+    none = cluster.gshare("coordinator", "stop")
+    assert (none.returncode, none.stderr) == (75, f"gshare: no coordinator runs on {cluster.home}\n")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_coordinator_that_was_asked_to_stop_has_not_failed(
+    tmp_path: Path, own_directories: None, asked: bool
+) -> None:
+    """With a client that is there and says nothing. Negative control: SIGTERM is 143."""
+    cluster = LocalCluster(tmp_path / "it", "a")
+    cluster.home.mkdir(mode=0o700, parents=True)
+    cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
+    running = cluster.start("coordinator")
+    try:
+        cluster.until(lambda: cluster.coordinator_pid() == running.pid)
+        with connect_coordinator(cluster.home):
+            if asked:
+                stopped = cluster.gshare("coordinator", "stop")
+                assert stopped.returncode == 0, stopped.stderr
+            else:
+                running.terminate()
+            _, said = running.communicate(timeout=30)
+        assert running.returncode == (0 if asked else 143)
+        assert "Traceback" not in said
+        assert "the coordinator leaves; jobs run on" in said
+    finally:
+        cluster.close()
+
+
+def _jobs_of_this_machine(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gshare.cli.main", "jobs", *words]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+
+
+def _check_left_behind(cluster: LocalCluster) -> None:
+    """What the nodes have forgotten: told with what there is instead. `brief` completed, `long` stopped."""
+    for node in cluster.nodes:
+        cluster.until(lambda node=node: not cluster.attempts(node))
+    to = str(cluster.root / "left")
+    for words, told in (
+        (("fetch", "brief", to), f"keeps its files no longer; its results are in {cluster.root}/out/brief"),
+        (("logs", "brief"), f"keeps its log no longer; its results are in {cluster.root}/out/brief"),
+        (("fetch", "long", to), "--kind checkpoint` brings its newest checkpoint; `gshare jobs resume long"),
+        (("logs", "long"), "job long is stopped, and its node keeps its log no longer; "),
+    ):
+        asked = cluster.gshare("jobs", *words)
+        assert (asked.returncode, told in asked.stderr) == (1, True), asked.stderr
+        assert "attempt" not in asked.stderr
+    fetched = cluster.gshare("jobs", "fetch", "long", to, "--kind", "checkpoint")
+    assert fetched.returncode == 0, fetched.stderr
 
 
 def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_directories: None) -> None:

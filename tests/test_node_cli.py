@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.node import protocol
+from gshare.agent.node.install import stop_unit_of
 from gshare.agent.node.protocol import FromNode, NodeClientHello, NodeHello, NodeRefused
 from gshare.agent.service.wire import FrameReader, convert, encode
 from gshare.cli.main import main
@@ -90,6 +91,54 @@ def test_an_idle_agent_leaves_at_once(tmp_path: Path, number: signal.Signals, co
         assert not agent.socket.exists()
         with pytest.raises(ConnectionResetError):
             client.receive(10)
+        first, last = agent.log.read_text().splitlines()
+        assert first == f"agent {agent.process.pid} runs; state in {agent.state}, socket {agent.socket}"
+        assert last == "the agent has ended; what it ran goes on at its next start"
+
+
+def stop(state: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gshare.cli.main", "agent", "stop", "--state-dir", str(state)]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_stop_ends_the_agent_of_that_directory_and_what_ran_goes_on(tmp_path: Path) -> None:
+    """Negative control: the agent of another directory is none the worse."""
+    with running_agent(tmp_path / "node") as agent, running_agent(tmp_path / "other") as other:
+        assert agent.process is not None
+        assert other.process is not None
+        client = agent.connect()
+        client.start("a", "steps=400,sleep=0.05,files=1")
+        client.wait("a", lambda status: status.step >= 2)
+        done = stop(agent.state)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        told = f"agent {agent.process.pid} has ended; what it ran goes on at its next start\n"
+        assert done.stderr == told
+        assert agent.process.wait(30) == 143
+        assert not agent.socket.exists()
+        other.connect().close()
+        none = stop(agent.state)
+        assert (none.returncode, none.stderr) == (75, f"gshare: no agent runs on {agent.state}\n")
+        agent.start()
+        client = agent.connect()
+        assert client.wait("a", lambda status: status.state == "running").step >= 2
+        client.ask(protocol.StopAttempts, attempts=[("a", 1)])
+        client.wait_end("a")
+
+
+def test_an_agent_of_the_unit_is_stopped_by_its_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal alone would have the unit start it again. Negative control: another pid is not the unit's."""
+    said = tmp_path / "said"
+    systemctl = tmp_path / "bin" / "systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text(f'#!/bin/sh\necho "$2" >> "{said}"\n[ "$2" = show ] && echo 4711\nexit 0\n')
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(systemctl.parent), prepend=os.pathsep)
+    assert not stop_unit_of(4712)
+    assert said.read_text().split() == ["show"]
+    assert stop_unit_of(4711)
+    assert said.read_text().split() == ["show", "show", "stop"]
 
 
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:

@@ -217,7 +217,9 @@ def test_a_port_in_use_ends_the_agent_with_one_line(bound: Bound, tmp_path: Path
     command += [f"--bind=127.0.0.1:{bound.port}", "--authorized-keys", str(bound.authorized_keys)]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert re.fullmatch(rf"gshare: --bind 127.0.0.1:{bound.port}: .*in use.*\n", done.stderr), done.stderr
+    started, why = done.stderr.splitlines()
+    assert re.fullmatch(r"agent \d+ runs; .*", started), done.stderr
+    assert re.fullmatch(rf"gshare: --bind 127.0.0.1:{bound.port}: .*in use.*", why), done.stderr
     assert not (tmp_path / "second" / "socket").exists()
 
 

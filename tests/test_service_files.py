@@ -19,6 +19,7 @@ from gshare.agent.service import registry
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import _SLOT, FILE_NAME, Breadcrumb, read_breadcrumb
 from gshare.agent.service.environment import _has_avx512, trainer_environment
+from gshare.agent.service.hold import Joined
 from gshare.agent.service.journal import Journal, read_journal
 from gshare.agent.service.output_dir import LOCK_FILE, OutputClaim, RunRecord, check_output_dir
 from gshare.agent.service.protocol import JobStatus
@@ -376,3 +377,16 @@ def test_the_environment_sets_strict_mkl_whatever_the_caller_has(
 def test_records_are_strict_json(tmp_path: Path) -> None:
     registry.append_line(tmp_path / "l", JobStatus(job="a", state="running", loss=math.inf))
     assert json.loads((tmp_path / "l").read_text(), parse_constant=pytest.fail)["loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("info: base loaded\n", "it left no exit code"),
+        ("info: base loaded\nMemoryError\n", "it left no exit code: MemoryError"),
+        ("", "it left no exit code"),
+    ],
+)
+def test_a_line_about_what_went_well_is_no_reason_of_a_death(tmp_path: Path, log: str, says: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert Joined(tmp_path, tmp_path / "log", -1).how_it_died(None) == says

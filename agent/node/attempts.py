@@ -41,6 +41,8 @@ from gshare.agent.node.state_dir import StateDir
 Publish = Callable[[str, int, Event, bool], None]
 Say = Callable[[Literal["info", "warning", "error"], str], None]
 
+#: Of an attempt that this node never had, or has forgotten.
+NOT_HERE = "not on this node"
 #: What a drained attempt waits for.
 RESUMES = "the node's agent stopped; it resumes at its next start"
 
@@ -97,7 +99,7 @@ class Attempts:
         else:
             found = [a for key, a in self._attempts.items() if key[1:] == (job, attempt)]
         if len(found) != 1:
-            several = "several owners have it" if found else "not on this node"
+            several = "several owners have it" if found else NOT_HERE
             raise UsageError(f"attempt {attempt} of {job[:64]}: {several}")
         return found[0]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
 from gshare.agent.node.loop_errors import LoopErrors
+from gshare.agent.jobs.names import plain
 from gshare.agent.node.server import NodeServer
 from gshare.agent.node.state_dir import StateDir, open_state_dir
 from gshare.agent.service.registry import collect_dead
@@ -58,6 +59,7 @@ class Daemon:
         listening = await self._listen(server)
         collect_dead()
         server.attempts.resume_all(*server.journal.ends())
+        tell(f"agent {os.getpid()} runs; state in {self.state.path}, socket {self.state.socket}")
         tasks = [asyncio.create_task(self._keep_house(server))]
         tasks += [asyncio.create_task(self._hold_open(gate, server)) for gate in self.gates]
         try:
@@ -121,12 +123,20 @@ class Daemon:
                 await asyncio.to_thread(server.bundles.expire)
 
 
+def tell(text: str) -> None:
+    """One line on stderr, for whoever started it or reads its log; without one it runs all the same."""
+    with contextlib.suppress(OSError, ValueError):
+        print(plain(text), file=sys.stderr, flush=True)
+
+
 def run_agent(state_dir: Path | None, gates: list[Gate]) -> int:
     """Runs an agent in this process to its end. RetryLater: one runs on that directory already."""
     state = open_state_dir(state_dir)
     lock = state.lock()
     try:
         state.clear_leftovers()
-        return asyncio.run(Daemon(state, gates).run())
+        code = asyncio.run(Daemon(state, gates).run())
+        tell("the agent has ended; what it ran goes on at its next start")
+        return code
     finally:
         os.close(lock)

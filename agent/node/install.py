@@ -85,6 +85,21 @@ def install(arguments: Sequence[str]) -> list[str]:
     return lines
 
 
+def stop_unit_of(pid: int) -> bool:
+    """Stops our unit when `pid` is its process: True. False: no systemd, or it did not start that agent."""
+    command = ["systemctl", "--user", "show", "--property=MainPID", "--value", UNIT]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SYSTEMCTL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if done.stdout.strip() != str(pid):
+        return False
+    _systemctl("stop", "--no-block", UNIT)  # the caller waits for its end
+    return True
+
+
 def _systemctl(*arguments: str, ok: int | None = 0) -> None:
     """`systemctl --user`; `ok` None: any answer of a manager that runs will do."""
     command = ["systemctl", "--user", *arguments]

@@ -139,10 +139,12 @@ def spawn_trainer(config: TrainerConfig) -> Spawned:
 
 
 def _last_line(log: Path) -> str:
+    """What the log ends with; empty when that tells how things went well, which is no reason."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
     except OSError:
         return ""
-    return next((line[:300] for line in reversed(lines) if line), "")
+    last = next((line[:300] for line in reversed(lines) if line), "")
+    return "" if last.startswith("info:") else last

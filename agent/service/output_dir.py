@@ -18,6 +18,8 @@ from gshare.agent.service.registry import is_held, take_lock, write_json
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
+#: How `gshare finetune` goes on with a run.
+GO_ON = "continue it with --resume"
 
 #: What may change between a run and its resumption; everything else shapes the bits already trained. The
 #: paths may change because data is compared by the hash of its tokens.
@@ -41,8 +43,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     val_hash: str | None = None
 
 
-def check_output_dir(run: RunRecord, *, resume: bool) -> None:
-    """`UsageError` when the directory holds another run (or this one, without `resume`). Writes nothing."""
+def check_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> None:
+    """`UsageError` when the directory holds another run (or this one, without `resume`). Writes nothing.
+
+    `go_on`: how the caller's command continues a run, for the message.
+    """
     directory = Path(run.spec.output_dir)
     where = f"adapter {run.spec.name}: output_dir {directory}"
     if not directory.exists():
@@ -70,8 +75,7 @@ def check_output_dir(run: RunRecord, *, resume: bool) -> None:
             )
         if results:
             raise UsageError(
-                f"{where} already holds this run ({results[0]}); "
-                "continue it with --resume, or choose another directory"
+                f"{where} already holds this run ({results[0]}); {go_on}, or choose another directory"
             )
         return
     frozen = [change for change in changes if change.split(":", 1)[0] not in CHANGEABLE]
@@ -82,10 +86,10 @@ def check_output_dir(run: RunRecord, *, resume: bool) -> None:
         )
 
 
-def check_free_output_dir(run: RunRecord, *, resume: bool) -> None:
+def check_free_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> None:
     """As `check_output_dir`, but `RetryLater` when a job runs there: what it leaves is not judged then."""
     try:
-        check_output_dir(run, resume=resume)
+        check_output_dir(run, resume=resume, go_on=go_on)
     finally:
         # After the look: whoever held the lock during it may have just written what it found.
         directory = Path(run.spec.output_dir)
