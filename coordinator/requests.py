@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import LogText, ReadLog, ReadSamples, Samples
+from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
 from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
@@ -57,8 +57,6 @@ from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
 
-#: Of one log: what fits in a terminal's memory, and far below a frame.
-MAX_LOG_BYTES = 4 << 20
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
 
@@ -76,7 +74,7 @@ class State(Protocol):
     heard: dict[str, float]  # node → monotonic s
     losses: dict[str, tuple[int, float]]  # job → (step, loss) of its last sample
 
-    def feed(self, event: events.ClusterEvent | None) -> None: ...
+    def feed(self, event: events.ClusterEvent | None, *more: events.ClusterEvent) -> None: ...
     def reload(self) -> list[str]: ...
 
 
@@ -126,7 +124,12 @@ class Requests:
                 raise UsageError(fault)
         after_seq = self._it.ring.last_seq
         for fact in facts:
-            self._it.feed(events.Submit(facts=fact))
+            old = self._it.cluster.jobs.get(fact.name)
+            if old is not None and old.facts.submission != fact.submission:
+                self._it.losses.pop(fact.name, None)  # of the earlier job of that name
+        # In one transaction: of a submission that is half in the store, the client would know nothing, and
+        # the same command again would be refused for the names of that half.
+        self._it.feed(*(events.Submit(facts=fact) for fact in facts))
         return Submitted(
             reply_to=request.id,
             jobs=[fact.name for fact in facts],

@@ -10,15 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 from fake_agent import sha
+from gshare.agent.base.resolve import converted_dir
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.node.protocol import BlobRef
 from gshare.agent.service.output_dir import RunRecord
-from gshare.coordinator.api_protocol import JobSubmission, SubmitToCluster
+from gshare.agent.xdg import cache_dir
+from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSource, SubmitToCluster
 from gshare.coordinator.blobs import BlobStore
 from gshare.coordinator.config import ClusterConfig, NodeConfig
 from gshare.coordinator.gguf_header import gguf_shape
-from gshare.coordinator.homecoming import come_home, home_record
+from gshare.coordinator.homecoming import come_home, home_config, home_record
 from gshare.coordinator.orders import facts_of, model_for, orders_of, read_order
 from gshare.coordinator.submission import build_submission, check_model
 from local_cluster import CONFIG
@@ -137,6 +139,28 @@ def test_an_adapter_that_came_home_names_the_base_as_here_and_its_manifest_says_
     told = json.loads(store.path(own[manifest.name].sha256).read_bytes())["files"]
     assert told["adapter_config.json"] == {"sha256": sha(new), "size": len(new)}
     assert told["adapter_model.safetensors"] == listed["adapter_model.safetensors"]
+
+
+def test_an_adapter_of_a_gguf_file_names_its_conversion_once_there_is_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `finetune` on this machine would have: PEFT loads a directory, and no .gguf file."""
+    (order,) = orders(build_submission(spec_of(tmp_path, str(model_dir(tmp_path)))))
+    file = LocalFile(name="m.gguf", path="/m.gguf", sha256=sha(b"gguf"), size=4)
+    order = msgspec.structs.replace(order, model=ModelSource(name="/m.gguf", files=(file,)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def base() -> str:
+        return json.loads(home_config(b'{"base_model_name_or_path": "/node/m"}', order))[
+            "base_model_name_or_path"
+        ]
+
+    assert base() == "/m.gguf"
+    converted_dir(cache_dir(), sha(b"gguf"), "nf4").mkdir(parents=True)  # in bf16: not what this run used
+    assert base() == "/m.gguf"
+    own = converted_dir(cache_dir(), sha(b"gguf"), "fp32")
+    own.mkdir()
+    assert base() == str(own)
 
 
 @pytest.mark.parametrize("name", ["$(touch pwned).jsonl", "a b.jsonl", "[x].jsonl", "é.jsonl"])
