@@ -92,7 +92,7 @@ def submit(
 
 
 def _send(options: Options, fields: dict[str, Any]) -> Submitted:
-    """The answer, all jobs accepted. Sent again when the coordinator goes before it has answered.
+    """The answer: the jobs are accepted. Sent again when the coordinator goes before it has answered.
 
     What was sent carries its `submission`, so jobs that are in the store already are not taken twice.
     """
