@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from gshare.agent.errors import EXIT_OK, GshareError, UsageError
 from gshare.agent.jobs.names import plain
-from gshare.agent.node.protocol import BundleKind
+from gshare.agent.node.protocol import MAX_LOG_BYTES, BundleKind
 from gshare.agent.service.journal import strict_json
 from gshare.cli.cluster import job_table
 from gshare.cli.cluster_flags import running_coordinator, state_dir_of
@@ -76,6 +76,8 @@ def command_cluster_jobs(
 
 
 def show_log(cluster: Path, state_dir: Path | None, name: str, max_bytes: int) -> int:
+    if max_bytes > MAX_LOG_BYTES:
+        raise UsageError(f"--max-bytes: at most {MAX_LOG_BYTES} for a job of a cluster, not {max_bytes}")
     with running_coordinator(cluster, state_dir, CLIENT) as client:
         log = client.ask(JobLog, ReadJobLog, job=name, max_bytes=max_bytes)
     print(f"{name} on {plain(log.node)}:", file=sys.stderr)

@@ -26,11 +26,17 @@ from gshare.coordinator.api_protocol import (
 AWAY_SECONDS = 60.0
 
 
-def watch_jobs(state_dir: Path, jobs: Sequence[tuple[str, str]], *, json_lines: bool) -> int:
+def watch_jobs(
+    state_dir: Path, jobs: Sequence[tuple[str, str]], *, json_lines: bool, since: tuple[str, int] = ("", 0)
+) -> int:
     """Until all of `jobs` (name, output_dir) have ended: 0 when all completed, 130 when the only ones that
-    did not were stopped, else 1. Ctrl-C leaves them running and is exit code 130."""
+    did not were stopped, else 1. Ctrl-C leaves them running and is exit code 130.
+
+    `since`: (journal_id, seq) of `Submitted`; left out, how the jobs stand now is the beginning. What is
+    older may be about an earlier job of the same name.
+    """
     view = make_view(jobs, json_lines=json_lines)
-    watching = _Watching(view, {name for name, _ in jobs})
+    watching = _Watching(view, {name for name, _ in jobs}, since)
     try:
         with view:
             while not watching.follow(state_dir):
@@ -49,8 +55,9 @@ def watch_jobs(state_dir: Path, jobs: Sequence[tuple[str, str]], *, json_lines: 
 
 
 class _Watching:
-    def __init__(self, view: View, names: set[str]) -> None:
+    def __init__(self, view: View, names: set[str], since: tuple[str, int]) -> None:
         self._view = view
+        self._since = since
         self._nodes: dict[str, str] = {}
         self.running = set(names)
 
@@ -58,12 +65,14 @@ class _Watching:
         """Shows what happens until all have ended: True; False when the coordinator is gone first."""
         try:
             with CoordinatorClient(state_dir, "gshare watch") as client:
-                client.follow(sorted(self._view.board.rows))
+                client.journal_id, client.seq = self._since
+                client.follow(sorted(self._view.board.rows), new_only=True)
                 for row in client.ask(JobRows, ListClusterJobs).jobs:
                     self._take_row(row)
                 while self.running:
                     for event in client.poll(0.1):
                         self._take(event)
+                    self._since = client.journal_id, client.seq
                     self._view.tick()
         except (CoordinatorGone, NoCoordinator):
             return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, UsageError
@@ -20,10 +20,16 @@ from gshare.cli.cluster_flags import options_of
 from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
 from gshare.cli.prepare import read_spec
 
+if TYPE_CHECKING:
+    from gshare.coordinator.api_protocol import Submitted
+    from gshare.coordinator.main import Options
+
 _NO_RUN_FLAGS = RunFlags()
 _NO_ADAPTER_FLAGS = AdapterFlags()
 #: The coordinator writes every job to its disk before it answers.
 SUBMIT_SECONDS = 300.0
+#: More would hide a coordinator that dies of this very submission.
+SUBMIT_TRIES = 3
 
 
 def submit(
@@ -62,36 +68,54 @@ def submit(
     accept_new
         Trust host keys that are seen for the first time, if the coordinator has to be started.
     """
-    from gshare.coordinator.api_protocol import ReloadCluster, Reloaded, Submitted, SubmitToCluster
     from gshare.coordinator.config import load_cluster
-    from gshare.coordinator.main import connect_or_start
-    from gshare.coordinator.submission import build_submission
+    from gshare.coordinator.submission import build_submission, check_model
 
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     options = options_of(cluster, state_dir, accept_new=accept_new)
-    load_cluster(options.cluster)
+    check_model(run.model, load_cluster(options.cluster))
     for spec in run.adapters:
         record = RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec)
         go_on = f"`gshare jobs resume {spec.name} --cluster FILE` continues a stopped job"
         check_free_output_dir(record, resume=False, go_on=go_on)
     fields = build_submission(run, _say)
-    client, started = connect_or_start(options, "gshare submit")
-    with client:
-        if started:
-            _say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
-        else:
-            client.ask(Reloaded, ReloadCluster)
-        names = client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields).jobs
+    submitted = _send(options, fields)
     if not watch:
-        print("\n".join(names))
+        print("\n".join(submitted.jobs))
         _say("`gshare jobs --cluster FILE` lists them, `gshare jobs attach NAME --cluster FILE` follows one")
         return EXIT_OK
     from gshare.cli.cluster_live import watch_jobs
 
     outputs = [(spec.name, spec.output_dir) for spec in run.adapters]
-    return watch_jobs(options.state_dir, outputs, json_lines=json)
+    since = submitted.journal_id, submitted.after_seq
+    return watch_jobs(options.state_dir, outputs, json_lines=json, since=since)
+
+
+def _send(options: Options, fields: dict[str, Any]) -> Submitted:
+    """The answer: the jobs are accepted. Sent again when the coordinator goes before it has answered.
+
+    What was sent carries its `submission`, so jobs that are in the store already are not taken twice.
+    """
+    from gshare.coordinator.api_client import CoordinatorGone
+    from gshare.coordinator.api_protocol import ReloadCluster, Reloaded, Submitted, SubmitToCluster
+    from gshare.coordinator.main import connect_or_start
+
+    for left in reversed(range(SUBMIT_TRIES)):
+        try:
+            client, started = connect_or_start(options, "gshare submit")
+            with client:
+                if started:
+                    _say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
+                else:
+                    client.ask(Reloaded, ReloadCluster)
+                return client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields)
+        except CoordinatorGone:
+            if not left:
+                raise
+            _say("the coordinator went before it had answered: the submission is sent again")
+    raise AssertionError("the last try returns or raises")
 
 
 def _say(text: str) -> None:

@@ -271,7 +271,10 @@ class ApiServer:
 
     def _follow(self, client: _Client, request: FollowCluster) -> FollowingCluster:
         ring = self._ring
-        after = request.after_seq if request.journal_id == ring.journal_id else 0
+        if request.journal_id == ring.journal_id:
+            after = request.after_seq
+        else:
+            after = ring.last_seq if request.new_only else 0
         client.following, client.wants_samples = True, request.samples
         client.jobs = frozenset(request.jobs)
         client.seq = max(min(after, ring.last_seq), ring.first_seq - 1)

@@ -128,8 +128,13 @@ class CoordinatorClient:
             raise GshareError(f"the coordinator answered with {type(reply).__name__}")
         return reply
 
-    def follow(self, jobs: Sequence[str] = (), *, samples: bool = True) -> FollowingCluster:
-        """Events from now on, after what this client has seen. `gap` in the answer: some are lost."""
+    def follow(
+        self, jobs: Sequence[str] = (), *, samples: bool = True, new_only: bool = False
+    ) -> FollowingCluster:
+        """Events from now on, after what this client has seen. `gap` in the answer: some are lost.
+
+        `new_only`: a client that has seen none of this journal gets none that it has kept so far.
+        """
         following = self.ask(
             FollowingCluster,
             FollowCluster,
@@ -137,6 +142,7 @@ class CoordinatorClient:
             after_seq=self.seq,
             jobs=list(jobs),
             samples=samples,
+            new_only=new_only,
         )
         if following.journal_id != self.journal_id:
             self.journal_id, self.seq = following.journal_id, following.next_seq - 1

@@ -185,6 +185,7 @@ class FollowCluster(_Message, frozen=True, kw_only=True, tag="follow"):
     after_seq: int = 0
     jobs: list[str] = []  # empty: all
     samples: bool = True
+    new_only: bool = False  # of another journal than `journal_id` nothing that is there already
 
 
 class ReloadCluster(_Message, frozen=True, kw_only=True, tag="reload"):
@@ -223,8 +224,12 @@ class ApiRefused(_Message, frozen=True, kw_only=True, tag="api_refused"):
 
 
 class Submitted(_Message, frozen=True, kw_only=True, tag="submitted"):
+    """`journal_id`, `after_seq`: follow after these to hear of these jobs and of no earlier ones so named."""
+
     reply_to: int
     jobs: list[str]
+    journal_id: str = ""
+    after_seq: int = 0
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None  # None: ssh_config or 22; 7433 for "agent"
     proxy_jump: str | None = None  # "[user@]host[:port]", several separated by commas
     identity: str | None = None  # private key file, absolute
-    state_dir: str | None = None  # on the node
+    state_dir: str | None = None  # on the node; relative: to its login's home, local: made absolute
     gpus: tuple[GpuConfig, ...] | None = None  # None: discovered; empty: CPU only
     cpu_cores: int | None = None
     ram_mb: int | None = None  # MiB
@@ -115,6 +115,15 @@ def _node(file: TomlFile, index: int, table: object, faults: Faults) -> dict[str
         values["identity"] = str(
             (file.path.absolute().parent / Path(values["identity"]).expanduser()).resolve()
         )
+    if values.get("transport") == "local":
+        _local_paths(values, file.path.absolute().parent)
+    else:
+        for model, path in values.get("models", {}).items():
+            if path.startswith(("./", "../")):
+                fault = (
+                    f"{shorten(model)} = {shorten(path)} has no folder there to start at: write it absolute"
+                )
+                faults.add(where("models"), fault)
     if "name" not in table:
         faults.add(f"{header}: {label}", "missing key 'name'")
     if values.get("transport") == "local":
@@ -124,6 +133,29 @@ def _node(file: TomlFile, index: int, table: object, faults: Faults) -> dict[str
     elif "host" not in table:
         faults.add(f"{header}: {label}", "missing key 'host' (or transport = \"local\" for this machine)")
     return values
+
+
+def _local_paths(values: dict[str, Any], base_dir: Path) -> None:
+    """Makes the paths of a node on this machine absolute, here: its agent starts in "/".
+
+    Links stay, since a venv's python is one. A `python` of one word is looked up in PATH, and a model that
+    is no path and not there may be a hub id.
+    """
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(base_dir / os.path.expanduser(path))
+
+    if values.get("state_dir"):
+        values["state_dir"] = absolute(values["state_dir"])
+    if "/" in (values.get("python") or ""):
+        values["python"] = absolute(values["python"])
+    if "models" in values:
+        values["models"] = {
+            model: absolute(path)
+            if path.startswith(("./", "../", "~")) or os.path.exists(base_dir / path)
+            else path
+            for model, path in values["models"].items()
+        }
 
 
 def _typed(

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from gshare.agent.base.resolve import converted_dir
 from gshare.agent.node.protocol import BlobRef
 from gshare.agent.service.output_dir import RUN_FILE, RunRecord
 from gshare.agent.train.files import json_bytes
+from gshare.agent.xdg import cache_dir
 from gshare.coordinator.blobs import BlobStore
 from gshare.coordinator.orders import Order
 
@@ -59,11 +61,21 @@ def home_record(raw: bytes, order: Order) -> bytes:
 
 
 def home_config(raw: bytes, order: Order) -> bytes:
-    """An adapter_config.json that names the base as the user did."""
+    """An adapter_config.json that names the base as the user did; of a .gguf file its conversion, as
+    `finetune` does, where there is one on this machine: PEFT cannot load the file."""
     config = _object(raw)
     if config is None or BASE_KEY not in config:
         return raw
-    return json_bytes({**config, BASE_KEY: order.model.name})
+    return json_bytes({**config, BASE_KEY: _base_here(order)})
+
+
+def _base_here(order: Order) -> str:
+    name, files = order.model.name, order.model.files
+    if name.endswith(".gguf") and len(files) == 1:
+        converted = converted_dir(cache_dir(), files[0].sha256, order.base_dtype)
+        if converted.is_dir():
+            return str(converted)
+    return name
 
 
 def home_manifest(raw: bytes, config: BlobRef) -> bytes:

@@ -365,7 +365,12 @@ def _why_never(needs: _Needs, node: _Node) -> str | None:
         elif not slot.gpu and not needs.small:
             size = "is unknown" if needs.parameters is None else f"is {needs.parameters / 1e6:.0f} M"
             limit = CPU_MAX_PARAMETERS // 1_000_000
-            reasons.append(f"no GPU, and its model's size {size}: CPU-only nodes take {limit} M parameters")
+            why = f"no GPU, and its model's size {size}: CPU-only nodes take {limit} M parameters"
+            if needs.parameters is None:
+                why += (
+                    " (submit with the path of its directory, or have it in the hub cache where you submit)"
+                )
+            reasons.append(why)
         elif slot.capacity_mb is not None and slot.capacity_mb < mb:
             reasons.append(f"{what} has {slot.capacity_mb} MiB to give, {mb} are needed")
         else:

@@ -12,8 +12,9 @@ from typing import Protocol, TypeVar
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import LogText, ReadLog, ReadSamples, Samples
+from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
 from gshare.coordinator import events
+from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
@@ -57,8 +58,6 @@ from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
 
-#: Of one log: what fits in a terminal's memory, and far below a frame.
-MAX_LOG_BYTES = 4 << 20
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
 
@@ -70,12 +69,13 @@ class State(Protocol):
 
     store: Store
     cluster: Cluster
+    ring: EventRing
     home: Home
     sessions: dict[str, NodeSession]
     heard: dict[str, float]  # node → monotonic s
     losses: dict[str, tuple[int, float]]  # job → (step, loss) of its last sample
 
-    def feed(self, event: events.ClusterEvent | None) -> None: ...
+    def feed(self, event: events.ClusterEvent | None, *more: events.ClusterEvent) -> None: ...
     def reload(self) -> list[str]: ...
 
 
@@ -123,9 +123,20 @@ class Requests:
                 fault = f"output_dir {job.spec.output_dir} is that of job {owner}, which has not ended"
             if fault is not None:
                 raise UsageError(fault)
+        after_seq = self._it.ring.last_seq
         for fact in facts:
-            self._it.feed(events.Submit(facts=fact))
-        return Submitted(reply_to=request.id, jobs=[fact.name for fact in facts])
+            old = self._it.cluster.jobs.get(fact.name)
+            if old is not None and old.facts.submission != fact.submission:
+                self._it.losses.pop(fact.name, None)  # of the earlier job of that name
+        # In one transaction: of a submission that is half in the store, the client would know nothing, and
+        # the same command again would be refused for the names of that half.
+        self._it.feed(*(events.Submit(facts=fact) for fact in facts))
+        return Submitted(
+            reply_to=request.id,
+            jobs=[fact.name for fact in facts],
+            journal_id=self._it.ring.journal_id,
+            after_seq=after_seq,
+        )
 
     def _outputs(self) -> dict[str, str]:
         return {

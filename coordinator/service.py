@@ -21,18 +21,22 @@ from pathlib import Path
 from typing import Literal
 
 from gshare.agent.errors import GshareError, RetryLater
-from gshare.agent.jobs.events import CheckpointSaved, Evaluated, JobChanged, Stepped
-from gshare.agent.jobs.names import name_fault
+from gshare.agent.jobs.events import ENDED, CheckpointSaved, Evaluated, JobChanged, Stepped
+from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.node.protocol import (
     AttemptEvent,
+    Attempts,
+    AttemptsDone,
     AttemptStatus,
     BundleFiles,
+    ListAttempts,
     NodeEventFrame,
     NodeHello,
     NodeInfo,
     NodeMessage,
     PinBundle,
     ReleaseBundle,
+    StopAttempts,
 )
 from gshare.agent.service.wire import encode
 from gshare.coordinator import events
@@ -54,15 +58,17 @@ from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
-from gshare.coordinator.facts import ENDED_STATES, JobRecord
+from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
 from gshare.coordinator.home import Home
-from gshare.coordinator.link import LinkGone, LinkLate, LinkRefused, StreamPair, one_line
+from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
 from gshare.coordinator.session import HEARTBEAT_SECONDS, Connect, NodeSession
 from gshare.coordinator.store import Cursor, Store
 from gshare.coordinator.tasks import end_tasks
 
 TICK_SECONDS = 1.0
+#: For each of two questions to a node that is taken out of the cluster file.
+LEAVE_SECONDS = 10.0
 #: Cursors that moved without an evaluation, and blobs that nobody needs, are seen to so often.
 HOUSEKEEPING_SECONDS = 10.0
 #: Nodes that are in no cluster file may dial in; so many of them.
@@ -103,14 +109,14 @@ class Coordinator:
         self._tick_seconds = tick_seconds
         self._heartbeat = heartbeat_seconds
         self._session = secrets.token_hex(8)
-        self._ring = EventRing(self._session)
+        self.ring = EventRing(self._session)
         self._requests = Requests(self)
         self._api = ApiServer(
             store.state_dir / SOCKET,
             welcome=self._welcome,
             handle=self._requests.handle,
             dialled=self._dialled,
-            ring=self._ring,
+            ring=self.ring,
         )
         self._executor = Executor(
             owner=store.owner,
@@ -206,14 +212,18 @@ class Coordinator:
     def feed(
         self,
         event: events.ClusterEvent | None,
-        *,
+        *more: events.ClusterEvent,
         done: tuple[int, ...] = (),
         cursor: Cursor | None = None,
         evaluation: events.Evaluation | None = None,
     ) -> None:
-        """Handles and commits one event, with the rows of the outbox that it ends."""
+        """Handles one event and commits it, with the rows of the outbox that it ends.
+
+        `more` are handled after it, in order, and are in the same transaction: all of them happen or none.
+        """
+        happened = (*(() if event is None else (event,)), *more)
         try:
-            actions = self.cluster.handle(event) if event is not None else []
+            actions = [action for one in happened for action in self.cluster.handle(one)]
             changed = self.cluster.take_changed()
             self.store.commit(
                 jobs=changed,
@@ -229,7 +239,7 @@ class Coordinator:
             self._announce_job(job)
         for action in actions:
             self._announce(action)
-        if isinstance(event, _CHANGES_NODES):
+        if any(isinstance(one, _CHANGES_NODES) for one in happened):
             self._announce_nodes()
         if actions or isinstance(event, events.Started):  # at the start: what an earlier process left
             self._take_rows()
@@ -369,10 +379,50 @@ class Coordinator:
             task.cancel()
 
     def _remove_node(self, name: str) -> None:
-        self._stop_session(name)
-        self.sessions.pop(name, None)
+        """Its jobs go elsewhere at once; the connection ends when the node was told to stop its attempts."""
+        session, running = self.sessions.pop(name), self._running.pop(name, None)
         self._states.pop(name, None)
+        here = {
+            (job.facts.name, job.attempt)
+            for job in self.cluster.jobs.values()
+            if job.node == name and job.state in PLACED_STATES
+        }
         self.feed(events.NodeRemoved(node=name))
+        self._spawn(self._leave_node(name, session.link, running, here))
+
+    async def _leave_node(
+        self,
+        name: str,
+        link: AgentLink | None,
+        running: asyncio.Task[None] | None,
+        here: set[tuple[str, int]],
+    ) -> None:
+        """`here`: what should run there; what else the node says that it runs for us is stopped with it."""
+        reason = f"node {name} was taken out of the cluster file"
+        problem = "it is away"
+        try:
+            if link is not None:
+                listed = (await link.ask(Attempts, ListAttempts, timeout=LEAVE_SECONDS)).attempts
+                here |= {
+                    (s.job, s.attempt) for s in listed if s.owner == self.store.owner and s.state not in ENDED
+                }
+                if here:
+                    which = sorted(here)
+                    fields = {"attempts": which, "reason": reason}
+                    await link.ask(AttemptsDone, StopAttempts, timeout=LEAVE_SECONDS, **fields)
+                return
+        except (LinkGone, LinkLate, LinkRefused) as error:
+            problem = str(error)
+        finally:
+            if running is not None:
+                await end_tasks([running])
+        if here:
+            jobs = ", ".join(sorted(job for job, _ in here))
+            self.say(
+                "warning",
+                f"{reason}, but could not be told to stop its jobs ({problem}): {shorten(jobs, 200)} may go "
+                "on training there; put it back into the file until it is connected, or stop them on it",
+            )
 
     async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:
         """An agent has dialled out to us; one that no cluster file names becomes a node too."""

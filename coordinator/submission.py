@@ -6,6 +6,7 @@ No torch and no transformers: what is wrong with the data's rows shows on the no
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,17 +14,23 @@ from typing import Any
 
 from gshare.agent.base.config import read_config
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import ModelShape, estimate_run, largest_pass
-from gshare.agent.jobs.names import name_fault
+from gshare.agent.jobs.model_limits import add_model_faults
+from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.vram.budget import FRAGMENTATION, with_allowance
 from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSource
 from gshare.coordinator.blobs import hash_file
+from gshare.coordinator.config import ClusterConfig
 from gshare.coordinator.gguf_header import gguf_shape
 from gshare.coordinator.placement import CPU_MAX_PARAMETERS
 
 #: What of a model's directory a node needs; weights in other formats and the like are not sent.
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
+
+#: Without an owner it is most likely a directory that is not there; the hub's few such names have aliases.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 #: what is being done
 Say = Callable[[str], None]
@@ -32,10 +39,15 @@ Say = Callable[[str], None]
 def build_submission(run: RunSpec, say: Say = lambda text: None) -> dict[str, Any]:
     """The fields of `SubmitToCluster`, besides its id.
 
-    UsageError: a model that does not exist here and cannot be a hub id or a path of the nodes, a model's
-    directory without config.json, a file that cannot be read.
+    UsageError: a model's directory without config.json, a file that cannot be read, an adapter beyond the
+    model when that can be told here.
     """
-    model, shape = _model(run.model, say)
+    shape, max_positions = _shape(run.model)
+    if shape is not None:
+        faults = Faults()
+        add_model_faults(run.adapters, shape.num_layers, max_positions, faults)
+        faults.raise_if_any()
+    model = _model(run.model, shape, say)
     jobs = []
     for spec in run.adapters:
         base_mb, adapter_mb = _memory(run, spec, shape)
@@ -59,33 +71,58 @@ def build_submission(run: RunSpec, say: Say = lambda text: None) -> dict[str, An
     }
 
 
-def _model(name: str, say: Say) -> tuple[ModelSource, ModelShape | None]:
+def check_model(name: str, cluster: ClusterConfig) -> None:
+    """UsageError when a run's model is neither here nor on a node, and can be none of the hub's."""
+    path = Path(name)
+    if any(name in node.models for node in cluster.nodes):
+        return
+    if path.is_absolute():
+        missing = not path.exists()
+    else:
+        missing = not _HUB_ID.fullmatch(name) and _cached_shape(name)[0] is None
+    if missing:
+        raise UsageError(
+            f"model {shorten(name)}: no such directory or .gguf file here, no hub id (owner/name), and no "
+            f"node in {cluster.source} has it in `models`; correct it, or name it there"
+        )
+
+
+def _shape(name: str) -> tuple[ModelShape | None, int | None]:
+    """What can be told here of the model: its shape, and the most positions of a row (None: not known)."""
     path = Path(name)
     if not path.is_absolute():  # `spec_file` makes every path absolute: this is a hub id
-        shape = _cached_shape(name)
-        return ModelSource(name=name, parameters=shape.parameters if shape else 0), shape
+        return _cached_shape(name)
     if not path.exists():  # may be a path that nodes have, or a name of their `models`
-        return ModelSource(name=name), None
-    if path.is_file():
-        shape = gguf_shape(path)
-        files: Sequence[Path] = [path]
-    else:
-        shape = ModelShape.of(read_config(path))
+        return None, None
+    return (gguf_shape(path), None) if path.is_file() else _read_shape(path)
+
+
+def _read_shape(directory: Path) -> tuple[ModelShape, int]:
+    config = read_config(directory)
+    return ModelShape.of(config), config.max_position_embeddings
+
+
+def _model(name: str, shape: ModelShape | None, say: Say) -> ModelSource:
+    path = Path(name)
+    files: Sequence[Path] = ()
+    if path.is_absolute() and path.is_file():
+        files = [path]
+    elif path.is_absolute() and path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in _MODEL_SUFFIXES and p.is_file())
     sent = tuple(_file(file, say) for file in files)
-    return ModelSource(name=name, files=sent, parameters=shape.parameters), shape
+    return ModelSource(name=name, files=sent, parameters=shape.parameters if shape else 0)
 
 
-def _cached_shape(name: str) -> ModelShape | None:
+def _cached_shape(name: str) -> tuple[ModelShape | None, int | None]:
     """Of a hub id that happens to be in Hugging Face's cache here; None otherwise: the nodes find out."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     for config in sorted(root.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")):
         try:
-            return ModelShape.of(read_config(config.parent))
+            return _read_shape(config.parent)
         except UsageError:
             continue  # a family that we do not know: the node says so
-    return None
+    return None, None
 
 
 def _memory(run: RunSpec, spec: AdapterSpec, shape: ModelShape | None) -> tuple[int, int]:

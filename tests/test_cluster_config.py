@@ -134,3 +134,37 @@ def test_default_path_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cluster_path() == Path("/x/gshare/cluster.toml")
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert default_cluster_path() == Path.home() / ".config/gshare/cluster.toml"
+
+
+def test_paths_of_a_local_node_start_at_the_file_and_never_at_the_root(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to("/usr/bin/env")
+    text = """\
+[[node]]
+name = "n"
+transport = "local"
+state_dir = "states/n"
+python = "venv/python"
+models = { a = "model", b = "./later", c = "owner/name", d = "/data/m" }
+"""
+    node = load(tmp_path, text).nodes[0]
+    assert node.state_dir == str(tmp_path / "states" / "n")
+    assert node.python == str(tmp_path / "venv" / "python")  # the link, not where it leads
+    assert node.models == {
+        "a": str(tmp_path / "model"),
+        "b": str(tmp_path / "later"),
+        "c": "owner/name",
+        "d": "/data/m",
+    }
+    named = load(tmp_path, text.replace("venv/python", "python3.11").replace("states/n", "~/n")).nodes[0]
+    assert (named.python, named.state_dir) == ("python3.11", str(Path.home() / "n"))
+
+
+def test_paths_of_another_machine_are_left_to_it_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    text = "[[node]]\nname = 'n'\nhost = 'h'\nstate_dir = 'g'\nmodels = { a = 'model' }\n"
+    node = load(tmp_path, text).nodes[0]
+    assert (node.state_dir, node.models) == ("g", {"a": "model"})
+    (fault,) = faults(tmp_path, text.replace("'model'", "'../model'"))
+    assert "'models': 'a' = '../model' has no folder there to start at: write it absolute" in fault

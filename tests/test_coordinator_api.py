@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from cluster_of_straw import Straw, agents_of_straw
+from cluster_of_straw import Straw, agents_of_straw, submission
 from gshare.agent.errors import GshareError, RetryLater
 from gshare.agent.jobs.events import Stepped
 from gshare.agent.service.wire import encode
+from gshare.cli.cluster_live import watch_jobs
 from gshare.coordinator import api, api_protocol
 from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_client import CoordinatorClient, NoCoordinator
@@ -21,8 +22,12 @@ from gshare.coordinator.api_protocol import (
     ClusterMessage,
     JobEnded,
     JobEvent,
+    JobsDone,
     ListClusterJobs,
     NodeChanged,
+    StopClusterJobs,
+    Submitted,
+    SubmitToCluster,
 )
 from gshare.coordinator.store import Store
 
@@ -47,7 +52,7 @@ FIELDS = {
     "FollowCluster": "id journal_id after_seq jobs samples",
     "ReloadCluster": "id",
     "ApiRefused": "reply_to reason exit_code",
-    "Submitted": "reply_to jobs",
+    "Submitted": "reply_to jobs journal_id after_seq",
     "JobRow": "job state node gpu attempt step total_steps loss val_loss best_val_loss best_step output_dir "
     "reason placed",
     "JobRows": "reply_to jobs",
@@ -65,6 +70,12 @@ FIELDS = {
     "NodeChanged": "node state reason",
     "ClusterMessage": "level text job",
     "ClusterEventFrame": "journal_id seq event",
+    "ReadNodeLog": "id node max_bytes",
+    "ReadEvaluations": "id jobs newest",
+    "ReadJobSamples": "id job after_step limit",
+    "JobEvaluations": "reply_to evaluations",
+    "JobSamples": "reply_to lines more",
+    "JobMoved": "job state node attempt step total_steps position reason",
 }
 
 
@@ -268,5 +279,41 @@ def test_a_mistake_of_ours_in_a_request_is_told_and_the_coordinator_lives(
                 await it.ask(api_protocol.JobRows, ListClusterJobs)
             monkeypatch.undo()
             await it.submit("job0")
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("submits", [True, False])
+def test_a_watcher_hears_nothing_of_an_earlier_job_of_the_name(tmp_path: Path, submits: bool) -> None:
+    """After a submission by its position, on attaching by how the job stands; the old is kept."""
+
+    async def test(it: Straw) -> None:
+        async with it.running() as coordinator:
+            old = JobEnded(job="job0", state="failed", reason="the old one")
+            coordinator._api.publish(old)
+            reply = await it.ask(Submitted, SubmitToCluster, **submission(tmp_path, ["job0"]))
+            await it.until(lambda: it.job("job0").total_steps > 0)  # its node has it
+            since = (reply.journal_id, reply.after_seq) if submits else ("", 0)
+            outputs = [("job0", str(tmp_path / "out"))]
+            watching = asyncio.create_task(
+                asyncio.to_thread(watch_jobs, it.state_dir, outputs, json_lines=True, since=since)
+            )
+            clients = coordinator._api._clients
+            await it.until(lambda: any(client.following for client in clients) or watching.done())
+            await it.until(
+                lambda: watching.done() or all(c.seq == coordinator.ring.last_seq for c in clients)
+            )
+            await it.ask(JobsDone, StopClusterJobs, jobs=["job0"])
+            assert await watching == 130  # by the new job's end, not by the old one's
+
+            def all_kept() -> list[Any]:
+                seen: list[Any] = []
+                with CoordinatorClient(it.state_dir, "test") as client:
+                    last = client.follow().last_seq
+                    while client.seq < last:
+                        seen += client.poll(5.0)
+                return seen
+
+            assert old in await asyncio.to_thread(all_kept)
 
     run(tmp_path, test)

@@ -15,8 +15,12 @@ from gshare.agent.errors import EXIT_RETRY, GshareError, RetryLater, UsageError
 from gshare.agent.node import protocol as p
 from gshare.agent.node.dial_out import DialIn as AgentsDialIn
 from gshare.agent.service.wire import encode
+from gshare.cli import submit as submit_command
+from gshare.cli.cluster_jobs import show_log
 from gshare.coordinator import blobs as blobs_module
+from gshare.coordinator import main as main_module
 from gshare.coordinator import service as service_module
+from gshare.coordinator.api_client import CoordinatorClient, CoordinatorGone
 from gshare.coordinator.api_protocol import (
     DialIn,
     Fetched,
@@ -348,6 +352,94 @@ def test_the_same_submission_again_is_the_same_and_another_of_that_name_is_refus
     run(tmp_path, test, "a")
 
 
+def test_killed_in_the_middle_of_a_submission_none_of_it_is_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"job{number}" for number in range(20)]
+    real, written = Store._write_job, []
+
+    def write_job(store: Store, job: Any) -> dict[str, str]:
+        if len(written) == 7:
+            raise KeyboardInterrupt  # in the place of kill -9: no handler of ours looks at it
+        written.append(job.facts.name)
+        return real(store, job)
+
+    def stored() -> list[str]:
+        with Store.open(tmp_path / "home") as store:
+            return [job.facts.name for job in store.jobs()]
+
+    async def killed(it: Straw) -> None:
+        async with it.running() as coordinator:
+            monkeypatch.setattr(Store, "_write_job", write_job)
+            with pytest.raises(KeyboardInterrupt):
+                coordinator._requests._submit(SubmitToCluster(id=1, **submission(tmp_path, names, "s1")))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, killed, "a")
+    assert (written, stored()) == (names[:7], [])
+    monkeypatch.setattr(Store, "_write_job", real)
+
+    async def again(it: Straw) -> None:
+        async with it.running():
+            await it.submit(*names, identity="s2")  # the command again draws another one
+
+    run(tmp_path, again, "a")
+    assert stored() == names
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_submission_whose_answer_was_lost_is_sent_again_and_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Three times it is given up."""
+    answers: list[list[str]] = []
+
+    class Loses(CoordinatorClient):
+        def ask(self, reply_type: Any, make: Any, **fields: Any) -> Any:
+            reply = super().ask(reply_type, make, **fields)
+            answers.append(reply.jobs)
+            if len(answers) <= lost:
+                raise CoordinatorGone("the coordinator is gone; jobs run on")
+            return reply
+
+    async def test(it: Straw) -> None:
+        async with it.running():
+            monkeypatch.setattr(
+                main_module, "connect_or_start", lambda options, client: (Loses(it.state_dir, client), True)
+            )
+            options = main_module.Options(cluster=tmp_path / "cluster.toml", state_dir=it.state_dir)
+            sending = asyncio.to_thread(submit_command._send, options, submission(tmp_path, ["job0", "job1"]))
+            if lost == 3:
+                with pytest.raises(CoordinatorGone):
+                    await sending
+            else:
+                assert await sending == ["job0", "job1"]
+            assert answers == [["job0", "job1"]] * min(lost + 1, 3)
+            assert [job.order for job in it.coordinator.store.jobs()] == [1, 2]
+
+    run(tmp_path, test, "a")
+
+
+def test_a_jobs_name_used_again_does_not_show_the_earlier_jobs_step(tmp_path: Path) -> None:
+    async def test(it: Straw) -> None:
+        async def step() -> int:
+            return (await it.ask(JobRows, ListClusterJobs)).jobs[0].step
+
+        async with it.running():
+            await it.submit("job0")
+            await started(it, "job0", steps=3)
+            await it.until(lambda: "job0" in it.coordinator.losses and it.coordinator.losses["job0"][0] == 3)
+            await it.submit("job0")  # the same one: nothing changes
+            assert await step() == 3
+            await it.ask(JobsDone, StopClusterJobs, jobs=["job0"])
+            await it.until(lambda: is_ended(it, "job0"))
+            assert await step() == 3
+            await it.submit("job0", identity="s2")
+            assert await step() == 0
+
+    run(tmp_path, test, "a")
+
+
 def test_jobs_are_stopped_paused_resumed_and_their_logs_and_files_fetched(tmp_path: Path) -> None:
     async def test(it: Straw) -> None:
         async with it.running():
@@ -361,6 +453,9 @@ def test_jobs_are_stopped_paused_resumed_and_their_logs_and_files_fetched(tmp_pa
             await it.until(lambda: attempt.state == "running")
             log = await it.ask(JobLog, ReadJobLog, job="job0")
             assert (log.node, log.text) == (it.job("job0").node, "log of job0\n")
+            await it.ask(JobLog, ReadJobLog, job="job0", max_bytes=1 << 30)
+            asked = [one.max_bytes for one in it.agents["a"].requests if isinstance(one, p.ReadLog)]
+            assert asked == [65536, p.MAX_LOG_BYTES]  # as much as the agent gives
             to = tmp_path / "fetched"
             fetched = await it.ask(Fetched, FetchJob, job="job0", kind="best", directory=str(to))
             assert fetched.files == sorted(
@@ -554,3 +649,44 @@ def test_nodes_of_an_older_configuration_are_reloaded(
             assert set(it.coordinator.cluster.nodes) == {"a"}
 
     run(tmp_path, test, "a", "b")
+
+
+@pytest.mark.parametrize("how", ["connected", "away", "mute"])
+def test_a_node_taken_out_of_the_cluster_file_stops_training_or_somebody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    from gshare.coordinator.api_protocol import ReloadCluster, Reloaded
+
+    async def test(it: Straw) -> None:
+        async with it.running() as coordinator:
+            await it.submit("job0")
+            agent, attempt = await started(it, "job0", steps=2)
+            left = it.job("job0").node
+            if how == "away":
+                it.unreachable.add(left)
+                agent.hang_up()
+                await it.until(lambda: coordinator.sessions[left].link is None)
+            agent.mute = how == "mute"
+            nodes = tuple(node for node in coordinator.config.nodes if node.name != left)
+            rest = ClusterConfig(nodes=nodes, source="cluster.toml")
+            monkeypatch.setattr(service_module, "load_cluster", lambda path: rest)
+            assert (await it.ask(Reloaded, ReloadCluster)).nodes == [node.name for node in nodes]
+            await it.until(lambda: it.job("job0").node == nodes[0].name)
+            await it.until(lambda: not agent._writers)  # the connection has ended
+            warned = [text for text in it.said if f"node {left} was taken out" in text]
+            if how == "connected":
+                assert (attempt.state, warned) == ("stopped", [])
+                assert attempt.reason == f"node {left} was taken out of the cluster file"
+            else:
+                assert attempt.state == "running"
+                await it.until(lambda: any("'job0' may go on training there" in text for text in it.said))
+
+    monkeypatch.setattr(service_module, "LEAVE_SECONDS", 0.3)
+    run(tmp_path, test, "a", "b")
+
+
+def test_more_of_a_log_than_an_agent_gives_is_refused_with_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--max-bytes: at most {p.MAX_LOG_BYTES}"):
+        show_log(tmp_path / "cluster.toml", tmp_path / "home", "job0", p.MAX_LOG_BYTES + 1)
+    with pytest.raises(RetryLater, match="no coordinator runs"):  # negative control: it would be asked
+        show_log(tmp_path / "cluster.toml", tmp_path / "home", "job0", p.MAX_LOG_BYTES)

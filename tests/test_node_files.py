@@ -27,9 +27,11 @@ from gshare.agent.node.prepare_job import PreparedJob
 from gshare.agent.node.progress import advance, found_on_disk
 from gshare.agent.node.protocol import (
     CHUNK_BYTES,
+    MAX_LOG_BYTES,
     AttemptEvent,
     AttemptStatus,
     BlobRef,
+    LogText,
     ModelRef,
     NodeMessage,
     StartAttempt,
@@ -38,6 +40,7 @@ from gshare.agent.node.records import AttemptRecord, Fences, make_attempt, new_r
 from gshare.agent.node.samples import read_log, read_samples
 from gshare.agent.node.state_dir import open_state_dir
 from gshare.agent.service.output_dir import RunRecord
+from gshare.agent.service.wire import WireError, encode
 
 DATA = bytes(range(256)) * 3000  # three chunks
 HASH = hashlib.sha256(DATA).hexdigest()
@@ -579,8 +582,19 @@ def test_samples_and_logs(tmp_path: Path) -> None:
         read_samples(path, 0, 10**9)
     assert read_log(path, 4) == 'p": 4'[-4:]
     assert read_log(tmp_path / "none", 10) == ""
-    with pytest.raises(UsageError, match="max_bytes"):
-        read_log(path, 0)
+    for size in (0, MAX_LOG_BYTES + 1):
+        with pytest.raises(UsageError, match="max_bytes"):
+            read_log(path, size)
+
+
+def test_the_longest_log_fits_a_frame_even_when_it_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff" * (MAX_LOG_BYTES + 1))
+    text = read_log(path, MAX_LOG_BYTES)
+    assert len(text) == MAX_LOG_BYTES
+    assert len(encode(LogText(reply_to=1, text=text))) > 3 * MAX_LOG_BYTES
+    with pytest.raises(WireError):  # the next power of two would not
+        encode(LogText(reply_to=1, text=2 * text))
 
 
 def test_what_a_run_left_is_found_again(out: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from gshare.agent.jobs.events import Stepped
 from gshare.agent.node import protocol
+from gshare.agent.node.checks import owner_tag
 from gshare.agent.node.protocol import AttemptEvent, BlobRef, ModelRef, NodeMessage, NodeRefused
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
@@ -21,7 +22,7 @@ from gshare.agent.service.client import TrainerClient
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
 from fake_runner import weights_after  # noqa: E402
-from node_agents import AgentProcess, running_agent  # noqa: E402
+from node_agents import OWNER, AgentProcess, running_agent  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +229,10 @@ def test_whose_fault_a_failure_is(
     ended = client.wait_end("a")
     assert (ended.state, ended.retry) == ("failed", retry)
     assert reason in ended.reason
+    if script == "bad_data=1":  # as its user calls it; the path is that of this node
+        tag, _, rest = ended.reason.removeprefix("adapter a: ").partition("-a-1/")
+        assert ended.reason.startswith("adapter a: /"), ended.reason
+        assert (tag.rpartition("/")[2], rest) == (owner_tag(OWNER), "data/a.jsonl: row 1: no text")
 
 
 def test_it_goes_on_from_a_pushed_checkpoint_of_another_node(agent: AgentProcess, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_cpu_only_nodes_take_small_models() -> None:
         "large": "fits on no node: cpu: no GPU, and its model's size is 350 M: CPU-only nodes take 350 M "
         "parameters",
         "unknown": "fits on no node: cpu: no GPU, and its model's size is unknown: CPU-only nodes take 350 M "
-        "parameters",
+        "parameters (submit with the path of its directory, or have it in the hub cache where you submit)",
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gshare.agent.base import gguf_convert
-from gshare.agent.base.resolve import ModelDir, find_demo_model, resolve_model
+from gshare.agent.base.resolve import ModelDir, converted_dir, find_demo_model, resolve_model
 from gshare.agent.errors import GshareError, UsageError
 from huggingface_hub import errors
 
@@ -155,6 +155,15 @@ def test_a_failed_conversion_leaves_nothing(
     assert [path.suffix for path in (tmp_path / "cache" / "gguf").iterdir()] == [".lock"]
     conversion.fail = None
     assert resolve(file, tmp_path).path.is_dir()
+
+
+def test_where_a_conversion_lies_can_be_told_from_the_hash_alone(
+    tmp_path: Path, file: Path, conversion: FakeConversion
+) -> None:
+    for base_dtype in ("fp32", "bf16", "nf4"):
+        found = resolve(file, tmp_path, base_dtype)
+        assert found.revision is not None
+        assert found.path == converted_dir(tmp_path / "cache", found.revision, base_dtype)
 
 
 def test_progress(tmp_path: Path, file: Path, conversion: FakeConversion) -> None:

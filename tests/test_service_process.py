@@ -410,6 +410,25 @@ def test_a_refused_job_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not Path(refused.spec.output_dir).exists()
 
 
+def test_a_job_that_lacks_its_adapter_only_makes_no_further_step(tmp_path: Path, trainer: Spawned) -> None:
+    """Interrupted between the checkpoint of its last step and the end: the next trainer finishes at once."""
+    client = TrainerClient(trainer.directory, "c")
+    client.follow()
+    request = job("a", tmp_path, "steps=6")
+    client.ask(protocol.SubmitJobs, jobs=[request])
+    collect(client, reached("a", "completed"))
+    adapter = Path(request.spec.output_dir) / "adapter_model.safetensors"
+    expected = adapter.read_text()
+    adapter.unlink()
+    done = client.ask(protocol.SubmitJobs, jobs=[msgspec.structs.replace(request, resume=True)])
+    assert isinstance(done, protocol.Done)
+    assert done.failed == {}
+    events = collect(client, reached("a", "completed"))
+    assert "running" in states(events, "a")
+    assert not any(isinstance(event, Stepped) for event in events)
+    assert weights(request) == expected == weights_after("a", 6)
+
+
 def test_one_directory_is_never_written_by_two_trainers(tmp_path: Path, trainer: Spawned) -> None:
     client = TrainerClient(trainer.directory, "c")
     client.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=100000,sleep=0.01")])
@@ -494,6 +513,37 @@ class FullDisk(FakeRunner):
 
 
 # ---------------------------------------------------------------------- whose directory is whose
+
+
+def test_directories_that_go_while_they_are_listed_are_gone_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another collector removes each at the worst moment: after the look, before the next call."""
+    for number in range(3):
+        (registry.trainers_dir() / f"dead{number}").mkdir()
+    look = Path.exists
+
+    def exists(path: Path) -> bool:
+        """The collector that comes between a look and what follows it."""
+        found = look(path)
+        if path.name.startswith("dead"):
+            registry.remove_trainer_dir(path)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    stat = Path.stat
+
+    def stat_late(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "dead1":
+            registry.remove_trainer_dir(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_late)
+    assert sorted(path.name for path in registry.trainer_dirs()) == ["dead0", "dead1", "dead2"]
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(registry, "is_shared", lambda path: registry.remove_trainer_dir(path.parent))
+    assert registry.collect_dead() == []
+    assert list(registry.trainers_dir().iterdir()) == []
 
 
 def test_a_dead_trainers_directory_is_collected_by_its_locks_not_by_its_pid(tmp_path: Path) -> None:

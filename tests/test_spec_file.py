@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import TomlFile
 from gshare.agent.jobs.spec import LINEARS, RunSpec
 from gshare.agent.jobs.spec_file import FLAG_ALIASES, load_run_spec, run_spec_from_flags
 
@@ -270,6 +273,77 @@ def test_duplicate_names_and_output_directories(tmp_path: Path) -> None:
             for other in "acd"
         ),
     ]
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions, Python's and C's, and turns of generators."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_file_of_many_adapters_is_read_in_calls_that_grow_with_it_and_not_with_its_square(
+    tmp_path: Path,
+) -> None:
+    def many(count: int) -> str:
+        return 'model = "m"\n' + "".join(
+            f'[[adapter]]\nname = "a{n}"\ndata = "data/a.jsonl"\noutput_dir = "out/a{n}"\nr = 8\n'
+            for n in range(count)
+        )
+
+    def calls(count: int) -> int:
+        text = many(count)
+        return calls_of(lambda: load(tmp_path, text))
+
+    few, most = calls(200), calls(2000)
+    assert most < 11 * few
+
+    # Negative control: a look at every pair is seen.
+    pairs = [calls_of(lambda n=n: [len("") for _ in range(n) for _ in range(n)]) for n in (20, 200)]
+    assert pairs[1] > 50 * pairs[0]
+
+
+def test_keys_and_headers_are_found_on_their_lines(tmp_path: Path) -> None:
+    """Of a key the first line in its own block; of a table its header, unless that is another block's."""
+    lines = {
+        "top": "r = 1",
+        "quoted": '"a b" = 2',
+        "dotted": "x.y = 3",
+        "first": "[[adapter]]",
+        "r1": "  'r'=1",
+        "own": "[adapter.extra]",
+        "hidden": "deep = 1",
+        "second": "[[adapter]]",
+        "r2": "r = 2",
+        "third": "[[adapter]]  # no key",
+    }
+    (tmp_path / "f.toml").write_text("\n".join(lines.values()))
+    file = TomlFile(tmp_path / "f.toml")
+    number = {name: f"{tmp_path / 'f.toml'}:{line}" for line, name in enumerate(lines, start=1)}
+    assert [file.where(key) for key in ("r", "a b", "x")] == [
+        number[name] for name in ("top", "quoted", "dotted")
+    ]
+    assert file.where("adapter") == number["first"]
+    assert file.where("none") == str(tmp_path / "f.toml")
+    headers = [file.where(section="adapter", index=index) for index in range(3)]
+    assert headers == [number["first"], number["second"], number["third"]]
+    found = [file.where("r", "adapter", index) for index in range(3)]
+    assert found == [number["r1"], number["r2"], number["third"]]
+    extra = [file.where("extra", "adapter", index) for index in range(3)]
+    assert extra == [number["own"], number["second"], number["third"]]
+    assert file.where("deep", "adapter.extra") == number["hidden"]
+    assert file.where("deep", "adapter", 0) == number["first"]
+    assert file.where(section="adapter", index=3) == str(tmp_path / "f.toml")
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 from fake_agent import sha
+from gshare.agent.base.resolve import converted_dir
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.node.protocol import BlobRef
 from gshare.agent.service.output_dir import RunRecord
-from gshare.coordinator.api_protocol import JobSubmission, SubmitToCluster
+from gshare.agent.xdg import cache_dir
+from gshare.coordinator.api_protocol import JobSubmission, LocalFile, ModelSource, SubmitToCluster
 from gshare.coordinator.blobs import BlobStore
-from gshare.coordinator.config import NodeConfig
+from gshare.coordinator.config import ClusterConfig, NodeConfig
 from gshare.coordinator.gguf_header import gguf_shape
-from gshare.coordinator.homecoming import come_home, home_record
+from gshare.coordinator.homecoming import come_home, home_config, home_record
 from gshare.coordinator.orders import facts_of, model_for, orders_of, read_order
-from gshare.coordinator.submission import build_submission
+from gshare.coordinator.submission import build_submission, check_model
 from local_cluster import CONFIG
 
 
@@ -139,6 +141,28 @@ def test_an_adapter_that_came_home_names_the_base_as_here_and_its_manifest_says_
     assert told["adapter_model.safetensors"] == listed["adapter_model.safetensors"]
 
 
+def test_an_adapter_of_a_gguf_file_names_its_conversion_once_there_is_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `finetune` on this machine would have: PEFT loads a directory, and no .gguf file."""
+    (order,) = orders(build_submission(spec_of(tmp_path, str(model_dir(tmp_path)))))
+    file = LocalFile(name="m.gguf", path="/m.gguf", sha256=sha(b"gguf"), size=4)
+    order = msgspec.structs.replace(order, model=ModelSource(name="/m.gguf", files=(file,)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def base() -> str:
+        return json.loads(home_config(b'{"base_model_name_or_path": "/node/m"}', order))[
+            "base_model_name_or_path"
+        ]
+
+    assert base() == "/m.gguf"
+    converted_dir(cache_dir(), sha(b"gguf"), "nf4").mkdir(parents=True)  # in bf16: not what this run used
+    assert base() == "/m.gguf"
+    own = converted_dir(cache_dir(), sha(b"gguf"), "fp32")
+    own.mkdir()
+    assert base() == str(own)
+
+
 @pytest.mark.parametrize("name", ["$(touch pwned).jsonl", "a b.jsonl", "[x].jsonl", "é.jsonl"])
 def test_a_data_file_with_an_odd_name_keeps_its_suffix(tmp_path: Path, name: str) -> None:
     fields = build_submission(spec_of(tmp_path, "owner/name", name))
@@ -188,3 +212,40 @@ def test_a_damaged_gguf_is_named(tmp_path: Path) -> None:
         gguf_shape(path)
     path.write_bytes(whole)
     gguf_shape(path)
+
+
+@pytest.mark.parametrize("name", ["nosuch", "/no/such/directory", "a/b/c"])
+def test_a_model_that_is_nowhere_is_refused_unless_a_node_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    without = ClusterConfig(nodes=(NodeConfig(name="n"),), source="cluster.toml")
+    with pytest.raises(UsageError, match=f"model '{name}': no such directory .* `models`"):
+        check_model(name, without)
+    check_model("owner/name", without)
+    check_model(str(model_dir(tmp_path)), without)
+    check_model(name, ClusterConfig(nodes=(NodeConfig(name="n", models={name: "/m"}),), source="c"))
+
+
+def test_an_adapter_beyond_the_model_is_refused_before_anything_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = spec_of(tmp_path, str(model_dir(tmp_path)))
+
+    def with_spec(model: str, **fields: Any) -> RunSpec:
+        adapter = msgspec.structs.replace(run.adapters[0], **fields)
+        return msgspec.structs.replace(run, model=model, adapters=(adapter,))
+
+    said: list[str] = []
+    with pytest.raises(UsageError) as caught:
+        build_submission(with_spec(run.model, max_length=2049, layers_to_transform=(1, 2)), said.append)
+    assert str(caught.value).splitlines() == [
+        "adapter a: layers_to_transform: 2 is no layer of this model, which has 2 (0 to 1)",
+        "adapter a: max_length: 2049 is beyond the model's max_position_embeddings, 2048; set it to that or "
+        "less",
+    ]
+    assert said == []
+    build_submission(with_spec(run.model, max_length=2048, layers_to_transform=(1,)))
+    # Of a model that is not here nothing can be told.
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    build_submission(with_spec("owner/name", max_length=2049, layers_to_transform=(2,)))

@@ -21,7 +21,9 @@ from gshare.agent.service.client import TrainerClient
 from gshare.agent.service.protocol import (
     Done,
     JobStatus,
+    JoinTrainer,
     PauseJobs,
+    Refused,
     Request,
     ResumeJobs,
     Shutdown,
@@ -43,9 +45,11 @@ from straw_runs import LONG, flags, gshare, own_ledger, read_until, start, the_d
 class Room:
     """A waiting room that notes what ends, and clients for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = True) -> None:
         self.ended: list[tuple[str, str, str]] = []
-        self.room = WaitingRoom(lambda job, client, why: self.ended.append((job.spec.name, client, why)))
+        self.room = WaitingRoom(
+            lambda job, client, why: self.ended.append((job.spec.name, client, why)), is_open=is_open
+        )
         self.one, self.two = Connection(key=1, client="one"), Connection(key=2, client="two")
 
     def submit(self, who: Connection, *names: str, number: int = 1) -> None:
@@ -54,7 +58,7 @@ class Room:
     def take(self, who: Connection, request: Request | None) -> None:
         self.room.take(Command(who, request))
 
-    def answers(self) -> list[tuple[str, Done]]:
+    def answers(self) -> list[tuple[str, Done | Refused]]:
         return [(who.client, done) for who, done in self.room.answers()]
 
     def kept(self) -> list[tuple[str, list[str]]]:
@@ -103,6 +107,33 @@ def test_a_stop_without_names_is_for_ones_own_jobs() -> None:
     # The submission with nothing left in it is answered too: its client waits for that.
     assert room.answers() == [("one", Done(reply_to=4)), ("one", Done(reply_to=5, jobs=["a"]))]
     assert room.kept() == [("two", ["b"])]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_who_waits_for_a_trainer_that_nobody_will_open_is_refused(is_open: bool, asks_first: bool) -> None:
+    room = Room(is_open=is_open)
+    join = JoinTrainer(id=9, jobs=["b"], budget_mb=0, resident_mb=0)
+    room.submit(room.one, "a")
+    if asks_first:
+        room.take(room.two, join)
+    room.room.dismiss(late=True)
+    assert all(isinstance(reply, Done) for _, reply in room.answers())  # its opener is there
+    room.take(room.one, None)
+    if not asks_first:
+        room.take(room.two, join)
+    room.room.dismiss(late=False)
+    refused = [(who, reply.reply_to) for who, reply in room.answers() if isinstance(reply, Refused)]
+    assert refused == ([] if is_open else [("two", 9)])
+    assert room.room.over == (not is_open)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_opener_that_has_not_come_is_waited_for_while_it_is_not_late(late: bool) -> None:
+    room = Room(is_open=False)
+    room.take(room.two, JoinTrainer(id=9, jobs=["b"], budget_mb=0, resident_mb=0))
+    room.room.dismiss(late=late)
+    assert [isinstance(reply, Refused) for _, reply in room.answers()] == [True] * late
 
 
 def test_it_is_over_when_no_job_is_left_and_who_brought_them_has_gone() -> None:

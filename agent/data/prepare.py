@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.model_limits import add_model_faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.xdg import cache_dir
 
@@ -25,10 +26,22 @@ Progress = Callable[[str, int, int], None]
 
 def find_model(run: RunSpec, progress: Progress | None = None) -> Path:
     """The model's directory, found, fetched or converted. UsageError: none, or not one for these adapters."""
+    model_dir = locate_model(run, progress)
+    check_adapters(run, model_dir)
+    return model_dir
+
+
+def locate_model(run: RunSpec, progress: Progress | None = None) -> Path:
+    """As `find_model`, whatever the adapters are. UsageError: it is not here, or cannot be loaded.
+
+    From config.json and the headers of the tensor files alone: a trainer would find it only after its start.
+    """
+    from gshare.agent.base.checkpoint_files import locate_tensors
+    from gshare.agent.base.config import read_config
     from gshare.agent.base.resolve import resolve_model
 
     found = resolve_model(run.model, cache_dir=cache_dir(), base_dtype=run.base_dtype, progress=progress)
-    _check_model(run, found.path)
+    locate_tensors(found.path, read_config(found.path))
     return found.path
 
 
@@ -72,35 +85,18 @@ def run_estimate(
     )
 
 
-def _check_model(run: RunSpec, model_dir: Path) -> None:
-    """What the trainer would find only after it has started: a model it cannot load, an adapter beyond it.
-
-    From config.json and the headers of the tensor files alone.
-    """
-    from gshare.agent.base.checkpoint_files import locate_tensors
+def check_adapters(run: RunSpec, model_dir: Path) -> None:
+    """UsageError: an adapter beyond its model, which is so on every machine."""
     from gshare.agent.base.config import read_config
 
     config = read_config(model_dir)
-    locate_tensors(model_dir, config)
     faults = Faults()
+    add_model_faults(run.adapters, config.num_layers, config.max_position_embeddings, faults)
     for spec in run.adapters:
-        where = f"adapter {spec.name}"
-        beyond = [layer for layer in spec.layers_to_transform or () if layer >= config.num_layers]
-        if beyond:
-            faults.add(
-                f"{where}: layers_to_transform",
-                f"{beyond[0]} is no layer of this model, which has {config.num_layers} "
-                f"(0 to {config.num_layers - 1})",
-            )
-        if spec.max_length > config.max_position_embeddings:
-            faults.add(
-                f"{where}: max_length",
-                f"{spec.max_length} is beyond the model's max_position_embeddings, "
-                f"{config.max_position_embeddings}; set it to that or less",
-            )
         if Path(spec.output_dir).resolve() == model_dir.resolve():
             faults.add(
-                f"{where}: output_dir", f"{spec.output_dir} is the model's directory; choose another one"
+                f"adapter {spec.name}: output_dir",
+                f"{spec.output_dir} is the model's directory; choose another one",
             )
     faults.raise_if_any()
 

@@ -13,8 +13,10 @@ import re
 import stat
 import sys
 import types
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -28,24 +30,32 @@ else:
     import tomli as tomllib
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
+_KEY = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*[=.]""")
 
 
 @dataclass
 class Faults:
     """Faults found so far, each once, in the order found."""
 
-    lines: list[str] = field(default_factory=list)
+    _lines: dict[str, None] = field(default_factory=dict)  # a set that keeps its order
 
     def add(self, where: str, message: str) -> None:
         """`where` names file, line and key (or the flag); `message` says what is wrong and what to do."""
-        line = f"{where}: {message}"
-        if line not in self.lines:
-            self.lines.append(line)
+        self._lines[f"{where}: {message}"] = None
 
     def raise_if_any(self) -> None:
         """UsageError with all faults, a line each."""
-        if self.lines:
-            raise UsageError("\n".join(self.lines))
+        if self._lines:
+            raise UsageError("\n".join(self._lines))
+
+
+@dataclass
+class _Index:
+    """Line numbers, from 1: of every [section] and [[section]] by name, ascending, and of every key by the
+    line of the header above it (0: none) and its name, the first one."""
+
+    headers: dict[str, list[int]] = field(default_factory=dict)
+    keys: dict[tuple[int, str], int] = field(default_factory=dict)
 
 
 class TomlFile:
@@ -82,29 +92,34 @@ class TomlFile:
         from 0. Without `key`: the line of the section's header. A key that is a table of its own is found
         by its header. Found by looking at the text: a key inside an inline table gets its section's line.
         """
-        headers = self._headers()
-        starts = [number for number, name in headers if name == section] if section else [0]
-        if (index or 0) >= len(starts):
+        starts = self._index.headers.get(section, []) if section else [0]
+        number = index or 0
+        if number >= len(starts):
             return str(self.path)
-        line = first = starts[index or 0]
+        line = first = starts[number]
         if key is not None:
-            last = min((number for number, _ in headers if number > first), default=len(self._lines) + 1)
-            pattern = re.compile(rf"\s*([\"']?){re.escape(key)}\1\s*[=.]")
-            rows = (number for number in range(first + 1, last) if pattern.match(self._lines[number - 1]))
-            own_header = (
-                number
-                for number, name in headers
-                if name == (f"{section}.{key}" if section else key)
-                and number > first
-                and not any(first < other <= number for other in starts)
-            )
-            line = next(rows, next(own_header, first))
+            found = self._index.keys.get((first, key))
+            if found is None:
+                own = self._index.headers.get(f"{section}.{key}" if section else key, [])
+                next_start = starts[number + 1] if number + 1 < len(starts) else sys.maxsize
+                after = bisect_right(own, first)
+                found = own[after] if after < len(own) and own[after] < next_start else first
+            line = found
         return f"{self.path}:{line}" if line else str(self.path)
 
-    def _headers(self) -> list[tuple[int, str]]:
-        """(line, name) of every [section] and [[section]]."""
-        matches = ((number, _HEADER.match(line)) for number, line in enumerate(self._lines, start=1))
-        return [(number, match.group(2).replace('"', "")) for number, match in matches if match]
+    @cached_property
+    def _index(self) -> _Index:
+        """Of all lines at once: `where` is asked for every key of a file."""
+        index, block = _Index(), 0
+        for number, line in enumerate(self._lines, start=1):
+            if header := _HEADER.match(line):
+                block = number
+                index.headers.setdefault(header.group(2).replace('"', ""), []).append(number)
+            elif key := _KEY.match(line):
+                index.keys.setdefault(
+                    (block, next(part for part in key.groups() if part is not None)), number
+                )
+        return index
 
 
 def unknown_key(key: str, known: Iterable[str], hints: dict[str, str] | None = None) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -352,7 +353,9 @@ def path_fault(text: str, error: Exception) -> str:
 def _check_unique(built: list[tuple[_Adapter, dict[str, Any]]], faults: Faults) -> None:
     """No two adapters of one name; no output directory that is another's or lies inside it."""
     names: set[str] = set()
-    dirs: list[tuple[Path, str]] = []
+    #: By place in the file: outputs at a path, and outputs somewhere below it.
+    at: defaultdict[Path, list[tuple[int, Path, str]]] = defaultdict(list)
+    below: defaultdict[Path, list[tuple[int, Path, str]]] = defaultdict(list)
     for index, (adapter, values) in enumerate(built, start=1):
         name: str | None = values.get("name")
         if name is not None and name in names:
@@ -362,10 +365,15 @@ def _check_unique(built: list[tuple[_Adapter, dict[str, Any]]], faults: Faults) 
         if "output_dir" not in values:
             continue
         path = Path(values["output_dir"])
-        for other, owner in dirs:
+        parents = path.parents
+        above = [one for parent in parents if parent in at for one in at[parent]]
+        for _, other, owner in sorted([*at[path], *above, *below.get(path, ())]):
             if path == other:
                 faults.add(adapter.label("output_dir"), f"{path} is already the output of adapter {owner}")
-            elif path.is_relative_to(other) or other.is_relative_to(path):
+            else:
                 message = f"{path} and {other} (adapter {owner}) lie one inside the other"
                 faults.add(adapter.label("output_dir"), message)
-        dirs.append((path, repr(name) if name is not None else str(index)))
+        here = (index, path, repr(name) if name is not None else str(index))
+        at[path].append(here)
+        for parent in parents:
+            below[parent].append(here)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class Attempts:
                 self._say("error", record)
                 continue
             status = record.ended or _first_status(record)
-            attempt = Attempt(record, directory, found_on_disk(status, directory / "out"))
+            attempt = Attempt(record, directory, self._look(status, directory / "out"))
             self._attempts[record.key] = attempt
             owner, job, number = record.key
             self._fences.raise_to(owner, job, number)
@@ -220,7 +221,7 @@ class Attempts:
         except OSError:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        return Attempt(record, directory, found_on_disk(_first_status(record), directory / "out"))
+        return Attempt(record, directory, self._look(_first_status(record), directory / "out"))
 
     def _fence(self, attempt: Attempt) -> RunningAttempt | None:
         """Stops the older attempts of the job; the one that is waited for."""
@@ -255,6 +256,8 @@ class Attempts:
     def _take(self, attempt: Attempt, event: Event) -> None:
         if event.job in ("", attempt.record.name):  # a trainer's own word: each of its jobs hears it
             event = msgspec.structs.replace(event, job=attempt.record.request.job)
+            if isinstance(event, JobChanged):
+                event = msgspec.structs.replace(event, reason=_for_its_user(event.reason, attempt.record))
             self._tell(attempt, event)
 
     def _place(self, attempt: Attempt, position: int) -> None:
@@ -263,13 +266,21 @@ class Attempts:
     def _start_ending(self, attempt: Attempt, outcome: Outcome) -> None:
         task = asyncio.get_running_loop().create_task(self._end(attempt, outcome))
         self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """`_end` failed: a defect. Nobody awaits its task before the agent leaves, so it is told here."""
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler(
+                {"message": "the end of an attempt", "exception": error, "task": task}
+            )
 
     async def _end(self, attempt: Attempt, outcome: Outcome) -> None:
         interrupted = self.interrupting and (outcome.state == "stopped" or outcome.retry)
         stopped = attempt.record.stop
         state: JobStateName = outcome.state
-        reason, retry = outcome.reason, outcome.retry
+        reason, retry = _for_its_user(outcome.reason, attempt.record), outcome.retry
         if interrupted and stopped is None:
             state, reason, retry = "queued", RESUMES, False
         elif stopped is not None and state == "stopped":
@@ -285,14 +296,23 @@ class Attempts:
         status = msgspec.structs.replace(advance(attempt.status, event), retry=retry, position=0)
         if state in ENDED:
             async with self._changing:
-                status = await asyncio.to_thread(found_on_disk, status, attempt.out)
+                status = await asyncio.to_thread(self._look, status, attempt.out)
                 attempt.record = msgspec.structs.replace(attempt.record, ended=status)
                 await asyncio.to_thread(self._save, attempt)
         attempt.status = status
         attempt.running = None
-        self._publish(attempt.record.owner, attempt.record.request.attempt, event, True)
         if not self.running:
             self._idle.set()
+        self._publish(attempt.record.owner, attempt.record.request.attempt, event, True)
+
+    def _look(self, status: AttemptStatus, out: Path) -> AttemptStatus:
+        """`found_on_disk`; of a directory that cannot be read, what is known without it. An attempt ends, and
+        an agent starts, all the same: one that stayed running for ever could never be drained."""
+        try:
+            return found_on_disk(status, out)
+        except OSError as error:
+            self._say("warning", f"{out}: {error.strerror}; its newest checkpoint is not known")
+            return status
 
     def _tell(self, attempt: Attempt, event: Event) -> None:
         attempt.status = advance(attempt.status, event)
@@ -316,6 +336,13 @@ class Attempts:
         except OSError as error:
             attempt.unsaved = True
             self._say("warning", f"{attempt.directory}: {error.strerror}; its record is older than the truth")
+
+
+def _for_its_user(reason: str, record: AttemptRecord) -> str:
+    """With the job's own name for the one that it has in a trainer; paths that hold it stay paths."""
+    return re.sub(
+        rf"(?<![\w./-]){re.escape(record.name)}(?![\w/-]|\.\w)", lambda _: record.request.job, reason
+    )
 
 
 def _ending_of(status: AttemptStatus) -> JobChanged:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
 from gshare.agent.jobs.names import plain
+from gshare.agent.node.loop_errors import LoopErrors
 from gshare.agent.node.server import NodeServer
 from gshare.agent.node.state_dir import StateDir, open_state_dir
 from gshare.agent.service.registry import collect_dead
@@ -51,6 +52,7 @@ class Daemon:
         self._leave = asyncio.Event()
         loop = asyncio.get_running_loop()
         server = NodeServer(self.state, drain=self._leave.set)
+        loop.set_exception_handler(LoopErrors(server.say))
         for number, code in _SIGNALS.items():
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, `&`
                 loop.add_signal_handler(number, self._signalled, code)
@@ -71,7 +73,10 @@ class Daemon:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            raised = sys.exc_info()[1]
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception) and result is not raised:
+                    loop.call_exception_handler({"message": "a task of the agent", "exception": result})
             listening.close()
             await server.close()
             self.state.socket.unlink(missing_ok=True)

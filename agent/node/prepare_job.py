@@ -57,12 +57,12 @@ PrepareAnswer = PreparedJob | NotPrepared
 
 def prepare_job(asked: PrepareJob) -> PrepareAnswer:
     """Loads transformers. Every foreseen error is an answer."""
-    from gshare.agent.data.prepare import find_model, prepare_requests, run_estimate
+    from gshare.agent.data.prepare import check_adapters, locate_model, prepare_requests, run_estimate
     from gshare.agent.service.base_identity import base_identity
     from gshare.agent.vram.budget import with_allowance, with_fragmentation
 
     try:
-        model_dir = find_model(asked.run)
+        model_dir = locate_model(asked.run)
     except GshareError as error:
         return NotPrepared(reason=str(error), fault="node")
     except ModuleNotFoundError as error:
@@ -70,6 +70,7 @@ def prepare_job(asked: PrepareJob) -> PrepareAnswer:
         return NotPrepared(reason=reason, fault="node")
     notes: list[str] = []
     try:
+        check_adapters(asked.run, model_dir)
         requests = prepare_requests(asked.run, model_dir, resume=asked.resume, say=notes.append)
         estimate = run_estimate(asked.run, model_dir, requests, on_gpu=asked.on_gpu)
     except UsageError as error:

@@ -204,8 +204,12 @@ class ReadSamples(_Message, frozen=True, kw_only=True, tag="read_samples"):
     limit: int = 1000
 
 
+#: Of one `ReadLog`. As text each byte may become three (U+FFFD), so that 12 of a frame's 16 MiB are filled.
+MAX_LOG_BYTES = 4 << 20
+
+
 class ReadLog(_Message, frozen=True, kw_only=True, tag="read_log"):
-    """The last `max_bytes` of a log: of an attempt's trainer, or (empty job) of the agent."""
+    """The last `max_bytes` (1 to `MAX_LOG_BYTES`) of the log of an attempt, or (empty job) of the agent."""
 
     id: int
     job: str = ""

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from gshare.agent.errors import UsageError
+from gshare.agent.node.protocol import MAX_LOG_BYTES
 
 MAX_LINES = 10_000
 #: Of one reply, well below the largest frame.
 MAX_BYTES = 4 << 20
-MAX_LOG = 1 << 20
 
 
 def read_samples(metrics: Path, after_step: int, limit: int) -> tuple[list[str], bool]:
@@ -36,8 +36,8 @@ def read_samples(metrics: Path, after_step: int, limit: int) -> tuple[list[str],
 
 def read_log(path: Path, max_bytes: int) -> str:
     """The last bytes of a log as text; empty when there is none."""
-    if not 1 <= max_bytes <= MAX_LOG:
-        raise UsageError(f"max_bytes: must be from 1 to {MAX_LOG}")
+    if not 1 <= max_bytes <= MAX_LOG_BYTES:
+        raise UsageError(f"max_bytes: must be from 1 to {MAX_LOG_BYTES}")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

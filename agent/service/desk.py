@@ -76,6 +76,7 @@ class Desk:
         self._promised: dict[str, int] = {}  # name of a job that a client has joined with → its connection
         self._pending: list[tuple[Connection, JoinTrainer]] = []  # until the trainer is opened
         self._opener: int | None = None  # the client whose jobs are on trial
+        self._opener_left = False
         self.open = config.joinable and bool(config.join_key)
         self.parts = Parts()
         self.base: str | None = None
@@ -111,6 +112,20 @@ class Desk:
     def stop(self, jobs: Sequence[str], reason: str) -> tuple[list[str], dict[str, str]]:
         """Checkpoint and stop: those that were, and why the others were not."""
         return self._each(jobs, lambda job: self._engine.stop(job, reason))
+
+    def dismiss(self, *, late: bool) -> None:
+        """Refuses those who wait for the trainer to be opened when nobody will: its opener is gone, or is
+        `late`. To be called after commands were applied: whatever came first, nobody keeps on waiting."""
+        if not self._pending or not (self._opener_left or (late and self._opener is None)):
+            return
+        pending, self._pending = self._pending, []
+        reason = (
+            "the client whose jobs were on trial has left it"
+            if self._opener_left
+            else "the client that it was started for has not come"
+        )
+        for connection, request in pending:
+            self._refuse(connection, request, reason)
 
     def job_ended(self, job: str) -> None:
         """Its directory is free for the next run."""
@@ -206,6 +221,7 @@ class Desk:
         jobs = [job for job, owner in self._owner.items() if owner == connection.key]
         self._promised = {job: key for job, key in self._promised.items() if key != connection.key}
         self._pending = [one for one in self._pending if one[0] is not connection]
+        self._opener_left |= connection.key == self._opener
         if connection.detached:
             self._owner.update(dict.fromkeys(jobs, None))
             return  # its part of the reservation stays with its jobs
@@ -214,11 +230,6 @@ class Desk:
         name = self._names.pop(connection.key, None)
         if name is not None:
             self._give_back(name)
-        if connection.key == self._opener and not self.open:
-            # Its jobs were on trial, perhaps it makes room: nobody else is to keep this trainer.
-            for other, request in self._pending:
-                self._refuse(other, request, "the client whose jobs were on trial has left it")
-            self._pending = []
 
     def _give_back(self, name: str) -> None:
         try:
@@ -229,6 +240,10 @@ class Desk:
     # ------------------------------------------------------------------ jobs
 
     def _submit(self, connection: Connection, request: SubmitJobs) -> None:
+        if self._opener is None and connection.key not in self._names:
+            self._opener = connection.key
+        # Gone while the trainer waited for memory: the waiting room has heard of it, and the desk will not.
+        self._opener_left |= connection.closed and connection.key == self._opener
         if connection.closed and not connection.detached:
             for job in request.jobs:
                 self.ended_early(job, connection.client, "its client left")
@@ -258,8 +273,6 @@ class Desk:
         if name in self._names.values():
             name = f"{name}#{connection.key}"
         self._names[connection.key] = name
-        if self._opener is None:
-            self._opener = connection.key
         if gpu is not None and gpu.part_mb and name == gpu.client:
             self.parts.own(name, gpu.resident_mb)
 

@@ -11,6 +11,7 @@ one is asked, and in the end one is started.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,17 @@ from gshare.agent.service.client import Reply, TrainerClient, TrainerGone
 from gshare.agent.service.hold import Joined, Spawned, spawn_trainer
 from gshare.agent.service.joining import Candidate, candidates, looking, right_gpu, why_not
 from gshare.agent.service.protocol import Done, JoinTrainer, Refused, TrainerHello
-from gshare.agent.service.registry import TrainerConfig
+from gshare.agent.service.registry import NoRoom, TrainerConfig, collect_dead
 
 #: How long a trainer that hangs is waited for before another one is asked.
 HELLO_SECONDS = 10.0
 #: A trainer that has its memory answers when the base is loaded: from a slow disk that may take long.
 LOAD_SECONDS = 3600.0
+#: A full runtime directory is waited for: clients of a crashed trainer clear it away within a second or two,
+#: and it was not this client's jobs that filled it.
+ROOM_SECONDS = 20.0
+#: Between two tries to make a directory in it.
+_ROOM_PAUSE = 0.2
 #: Names of another client's jobs in a message.
 _NAMES_SHOWN = 3
 #: Follows what concerns no job in particular; no job has this name.
@@ -73,6 +79,7 @@ class Finder:
         self._alone = False
         self._timeout_s = 0.0
         self._asked: _Asked | None = None
+        self._room_until: float | None = None  # a full runtime directory is given up then
         self._refused: set[str] = set()
         self._left: set[str] = set()
         self._told: set[str] = set()
@@ -87,6 +94,7 @@ class Finder:
         self._config, self._alone, self._never_open = config, alone, never_open
         self._timeout_s = config.gpu.timeout_s if config.gpu is not None else 0.0
         self._refused = set()
+        self._room_until = None
 
     def leave(self, directory: Path) -> None:
         """This trainer is not asked again: the client has left it for good."""
@@ -98,9 +106,18 @@ class Finder:
             self._asked = None
 
     def poll(self, timeout: float) -> Found | None:
-        """Go on; waits up to `timeout` seconds for an answer. RetryLater: not within the time."""
+        """Go on; waits up to `timeout` seconds for an answer. RetryLater: not within the time; NoRoom: the
+        runtime directory stayed full."""
         if self._asked is not None:
             return self._hear(self._asked, timeout)
+        try:
+            return self._join_or_spawn()
+        except NoRoom as error:
+            self._clear_away(error)
+        time.sleep(min(timeout, _ROOM_PAUSE))
+        return None
+
+    def _join_or_spawn(self) -> Found | None:
         if not self._config.join_key or self._alone:
             return self._spawn()
         with looking(self._config.join_key):
@@ -109,6 +126,17 @@ class Finder:
         if found is not None:
             self._ask(found)
         return spawned
+
+    def _clear_away(self, full: NoRoom) -> None:
+        """Makes room of what dead trainers left, for the next try; raises `full` when its time is over."""
+        now = time.monotonic()
+        if self._room_until is None:
+            self._room_until = now + ROOM_SECONDS
+            self._say(f"{full}; trying again for {ROOM_SECONDS:.0f} s")
+        elif now > self._room_until:
+            raise full
+        with contextlib.suppress(OSError):
+            collect_dead()
 
     def switch(self, own: Spawned | Joined) -> None:
         """Look for room elsewhere while `own` trainer waits for memory: `poll_switch` goes on."""

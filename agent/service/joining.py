@@ -26,7 +26,14 @@ from gshare.agent.errors import GshareError
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.client import TrainerClient
 from gshare.agent.service.environment import trainer_environment
-from gshare.agent.service.registry import TrainerConfig, live_trainers, private_dir, read_json, runtime_dir
+from gshare.agent.service.registry import (
+    TrainerConfig,
+    live_trainers,
+    not_made,
+    private_dir,
+    read_json,
+    runtime_dir,
+)
 
 #: Variables that a trainer and its clients must agree on: where the ledger is, and what it is a ledger of.
 _LEDGER_VARIABLES = ("GSHARE_LEDGER_DIR", "GSHARE_DEVICES")
@@ -89,8 +96,12 @@ def looking(key: str) -> Iterator[None]:
 
     Nothing slow happens inside, so the wait is not bounded.
     """
-    path = private_dir(runtime_dir() / "joins") / key
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    locks = runtime_dir() / "joins"
+    try:
+        path = private_dir(locks) / key
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise not_made(locks, "a client needs a lock", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

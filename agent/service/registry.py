@@ -85,8 +85,12 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     base: str = ""  # `base_identity` of the model, for who looks for a trainer to join
     join_key: str = ""  # what a client must have the same to join (joining.py); empty: nobody joins
     joinable: bool = True  # False: only once its first client has opened it (`OpenTrainer`)
-    first_client_seconds: float = 60.0  # exits when nobody has connected for so long
+    first_client_seconds: float = 60.0  # exits when nobody has connected for so long, or no opener come
     idle_seconds: float = 0.5  # exits this long after the last client and the last job are gone
+
+
+class NoRoom(GshareError):
+    """The runtime directory is full: perhaps of what crashed trainers left, until somebody collects it."""
 
 
 class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +161,7 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
 
     The caller passes the lock's descriptor on to the trainer: a flock belongs to the open file, so there is
     no moment at which a directory that is being set up looks dead and could be collected.
+    NoRoom: the disk is full.
     """
     root = trainers_dir()
     directory = root / f".new-{secrets.token_hex(4)}"
@@ -173,10 +178,14 @@ def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:
         for lock in held:
             os.close(lock)
         remove_trainer_dir(directory)
-        raise GshareError(
-            f"{root}: {error.strerror}; a trainer needs a directory there: make room or set XDG_RUNTIME_DIR"
-        ) from None
+        raise not_made(root, "a trainer needs a directory", error) from None
     return final, held[0], held[1]
+
+
+def not_made(where: Path, what: str, error: OSError) -> GshareError:
+    """The error of something that is needed in the runtime directory; NoRoom where the disk is full."""
+    kind = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT) else GshareError
+    return kind(f"{where}: {error.strerror}; {what} there: make room or set XDG_RUNTIME_DIR")
 
 
 def take_lock(path: Path) -> int | None:
@@ -241,7 +250,15 @@ def _cannot(lock: int, path: Path) -> bool:
 def trainer_dirs() -> Iterator[Path]:
     """Every trainer's directory, dead or alive, oldest first."""
     entries = [entry for entry in trainers_dir().iterdir() if not entry.name.startswith(".")]
-    yield from sorted(entries, key=lambda entry: entry.stat().st_mtime if entry.exists() else 0.0)
+    yield from sorted(entries, key=_written)
+
+
+def _written(path: Path) -> float:
+    """Unix time, s; 0 for what is gone: another process may remove it between any two looks."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def live_trainers() -> list[Path]:
@@ -254,7 +271,10 @@ def collect_dead() -> list[FinishedJob]:
     for directory in trainer_dirs():
         if is_held(directory / LOCK) or is_shared(directory / SUPERVISOR):
             continue
-        lock = take_lock(directory / LOCK) if directory.exists() else None
+        try:
+            lock = take_lock(directory / LOCK)
+        except FileNotFoundError:
+            continue  # removed meanwhile
         if lock is None:
             continue  # another collector was faster
         try:
@@ -347,7 +367,7 @@ def log_path(identity: str) -> Path:
     """Where the process `identity` writes its output; the oldest logs beyond `LOGS_KEPT` are removed."""
     logs = state_dir() / "logs"
     logs.mkdir(exist_ok=True, mode=0o700)
-    files = sorted(logs.glob("*.log"), key=lambda file: file.stat().st_mtime if file.exists() else 0.0)
+    files = sorted(logs.glob("*.log"), key=_written)
     for old in files[: max(0, len(files) - LOGS_KEPT + 1)]:
         old.unlink(missing_ok=True)
     return logs / f"{identity}.log"

@@ -101,7 +101,7 @@ class Trainer:
             warn=self._warn,
             last_seq=lambda: self._journal.last_seq,
         )
-        self._waiting = WaitingRoom(self._desk.ended_early)
+        self._waiting = WaitingRoom(self._desk.ended_early, is_open=self._desk.open)
         self._queued = ""  # where it stands in the queue for GPU memory
         self._loading = False
         self._detached = False  # a client has left jobs here that go on without it
@@ -109,7 +109,7 @@ class Trainer:
         self._tracer = Tracer() if config.trace else DISABLED
         self._trace: TraceFile | None = None
         self._flushed = 0.0
-        self._alone_since = time.monotonic()  # while it waits for GPU memory
+        self._started = self._alone_since = time.monotonic()  # alone: while it waits for GPU memory
         self._fingerprint: dict[str, str] = {}
         self._warned: set[str] = set()
         self._terminating = False
@@ -169,6 +169,7 @@ class Trainer:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.take(self._commands.get_nowait())
+        self._waiting.dismiss(late=self._opener_is_late)
         for connection, message in self._waiting.answers():
             self._server.reply(connection, message)
         if self._waiting.over:
@@ -221,6 +222,7 @@ class Trainer:
         while True:
             self._flush_trace()
             self._apply_commands(wait=not busy)
+            desk.dismiss(late=self._opener_is_late)
             if self._terminating:
                 desk.stop(self._table.active(), "the trainer was asked to stop (SIGTERM)")
                 return EXIT_SIGTERM, "SIGTERM"
@@ -275,6 +277,11 @@ class Trainer:
         if not self._leaving:
             self._leaving = True
             raise _Ended(code, reason)
+
+    @property
+    def _opener_is_late(self) -> bool:
+        """Whether the client that it was started for should have brought its jobs by now."""
+        return time.monotonic() - self._started >= self._config.first_client_seconds
 
     @property
     def _nobody_left(self) -> bool:

@@ -21,6 +21,7 @@ from gshare.agent.service.protocol import (
     JoinTrainer,
     OpenTrainer,
     PauseJobs,
+    Refused,
     ResumeJobs,
     Shutdown,
     StopJobs,
@@ -30,14 +31,16 @@ from gshare.agent.service.server import Command, Connection
 
 #: Told of a job that ends before it began: its request, the name of its client, and why.
 Ended = Callable[[JobRequest, str, str], None]
-Answer = tuple[Connection, Done]
+Answer = tuple[Connection, Done | Refused]
 
 
 class WaitingRoom:
     """The submissions of a trainer without an engine."""
 
-    def __init__(self, ended: Ended) -> None:
+    def __init__(self, ended: Ended, *, is_open: bool = True) -> None:
+        """`is_open`: not for the jobs on trial of one client, which will open the trainer for the others."""
         self._ended = ended
+        self._open = is_open
         self._kept: list[tuple[Connection, SubmitJobs]] = []
         self._joins: list[tuple[Connection, JoinTrainer]] = []
         self._answers: list[Answer] = []
@@ -70,6 +73,17 @@ class WaitingRoom:
         kept += [Command(connection, request) for connection, request in self._joins]
         self._kept, self._joins = [], []
         return kept
+
+    def dismiss(self, *, late: bool) -> None:
+        """Refuses those who wait for the trainer to be opened when nobody will: no client is left that has
+        brought jobs, or none has come and that is `late`."""
+        if self._open or self._owners or not (self._had_jobs or late):
+            return
+        reason = "the client that it was started for is not there"
+        self._answers += [
+            (connection, Refused(reply_to=request.id, reason=reason)) for connection, request in self._joins
+        ]
+        self._joins = []
 
     def take(self, command: Command) -> None:
         connection, request = command.connection, command.request

@@ -37,7 +37,7 @@ DATA = ("robot", "trivia", "chitchat")
 #: Of each data set: enough for the steps of adapters.toml.
 ROWS, VAL_ROWS = 24, 2
 #: A step of the toy takes milliseconds: it has to make more of them to be caught in the middle.
-TOY_FLAGS = ("--max-steps", "40", "--eval-steps", "20", "--save-steps", "5")
+TOY_FLAGS = ("--max-steps", "500", "--eval-steps", "250", "--save-steps", "50")
 #: Three trainers on one machine get in each other's way with more threads than cores.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 WAIT_SECONDS = 1800.0

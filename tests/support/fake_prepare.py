@@ -22,7 +22,7 @@ def answer(asked: PrepareJob) -> PrepareAnswer:
     script = dict(part.split("=") for part in Path(spec.data).read_text().split(",") if part)
     time.sleep(float(script.get("slow_prepare", 0)))
     if "bad_data" in script:
-        return NotPrepared(reason=f"{spec.data}: row 1: no text", fault="job")
+        return NotPrepared(reason=f"adapter {spec.name}: {spec.data}: row 1: no text", fault="job")
     return PreparedJob(
         model_dir="/nonexistent",
         request=JobRequest(spec=spec, train_store="/nonexistent", train_hash="0" * 64, resume=asked.resume),

@@ -131,6 +131,8 @@ class FakeRunner:
         self._jobs[job.name] = job
         self._on_pass(())
         self._change(job, "running", f"resumed at step {job.step}" if job.step else "")
+        if job.step >= job.total:
+            self._complete(job)  # it was interrupted between its last checkpoint and its adapter
 
     def stop(self, job: str, reason: str) -> None:
         found = self._jobs[job]
@@ -202,11 +204,14 @@ class FakeRunner:
                 Evaluated(job=job.name, step=job.step, val_loss=val_loss, label_tokens=10, best=not diverged)
             )
         if job.step >= job.total:
-            self._save(job)
-            (job.out / "adapter_config.json").write_text("{}")
-            blanks = " " * (int(job.script.get("pad", 0)) << 20)
-            (job.out / "adapter_model.safetensors").write_text(job.weights + blanks)
-            self._change(job, "completed")
+            self._complete(job)
+
+    def _complete(self, job: FakeJob) -> None:
+        self._save(job)
+        (job.out / "adapter_config.json").write_text("{}")
+        blanks = " " * (int(job.script.get("pad", 0)) << 20)
+        (job.out / "adapter_model.safetensors").write_text(job.weights + blanks)
+        self._change(job, "completed")
 
     def _save(self, job: FakeJob) -> None:
         if "files" in job.script:
