@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
+from gshare.agent.jobs.names import plain
 from gshare.agent.node.loop_errors import LoopErrors
 from gshare.agent.jobs.names import plain
 from gshare.agent.node.server import NodeServer
