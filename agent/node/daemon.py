@@ -19,7 +19,6 @@ from pathlib import Path
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, GshareError
 from gshare.agent.jobs.names import plain
 from gshare.agent.node.loop_errors import LoopErrors
-from gshare.agent.jobs.names import plain
 from gshare.agent.node.server import NodeServer
 from gshare.agent.node.state_dir import StateDir, open_state_dir
 from gshare.agent.service.registry import collect_dead
