@@ -14,12 +14,13 @@ from gshare.tui.filters import BadFilter, entry_filter, job_filter
 from gshare.tui.frames import Entry
 from gshare.tui.freeze import frozen
 from gshare.tui.logs import log_lines
-from gshare.tui.model import State, apply_all
+from gshare.tui.model import State
 from gshare.tui.plot import Series, plot
 from gshare.tui.rows import Job
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_source import lab
+from watching import apply_all
 
 
 @pytest.mark.parametrize("module", [show, bars, curve])

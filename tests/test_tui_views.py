@@ -237,7 +237,7 @@ def test_rows_keep_their_places_for_a_while(monkeypatch: pytest.MonkeyPatch) -> 
             await d.say(best)
             assert list(table.keys)[:2] == ["support", "legal-r64"]
             assert "0.500" in d.text  # the value is the present one
-            await d.say(f.JobUpdate(**AT, view=f.JobView(job="new", state="running")))
+            await d.say(f.JobState(**AT, job="new", state="running"))
             assert list(table.keys)[:2] == ["legal-r64", "support"]
 
     asyncio.run(run())
