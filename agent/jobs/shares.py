@@ -6,8 +6,9 @@ jobs, and the next round goes to the client for which (tokens served + tokens of
 then to the others in that order as long as they fit beside it. Who takes part in a round is not held up
 either, so it gathers no credit against those who are.
 
-Bound: of two clients that always have something to run, one that is left out of rounds is behind the other by
-no more tokens than the larger of their largest rounds.
+Bound: while a client that has something to run is left out, no other one is served more than two of the
+largest rounds. Clients whose rounds never fit beside each other get the same number of tokens, to within one
+such round; one that fits beside some rounds and not beside others may get less.
 """
 
 from __future__ import annotations
