@@ -28,7 +28,7 @@ app = App(name="agent", help="Run this node's agent: it runs the adapters that a
 @app.default
 def agent(
     *,
-    bind: Annotated[bool | str, Parameter(negative=())] = False,
+    bind: str | None = None,
     coordinator: str | None = None,
     node: str | None = None,
     state_dir: Path | None = None,
@@ -60,7 +60,7 @@ def agent(
     directory = (default_state_dir() if state_dir is None else state_dir).expanduser().absolute()
     gates: list[Gate] = []
     words = ["agent", "--state-dir", str(directory)]
-    if bind is not False:
+    if bind is not None:
         host, port = parse_bind(bind)
         keys = (authorized_keys or Path("~/.ssh/authorized_keys")).expanduser().absolute()
         check_authorized_keys(keys)

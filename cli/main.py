@@ -54,6 +54,7 @@ TRAIN_EXTRA = (
 )
 INSTALL = "pip install 'gshare[train]'"
 STDOUT = 1  # its file descriptor
+AGENT_PORT = 7433  # `gshare.agent.node.protocol.DEFAULT_PORT`, which is not imported at the top
 ABOUT = "Train many LoRA adapters on one frozen base at once, each with the bits it would have had alone."
 
 
@@ -128,7 +129,7 @@ def _run(tokens: list[str]) -> int:
     from cyclopts import CycloptsError
 
     try:
-        result = make_app()(tokens, exit_on_error=False, print_error=False)
+        result = make_app()(_with_bare_bind(tokens), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _fail(f"{_usage_message(error)} (see {_help_command(error)})", EXIT_USAGE)
@@ -147,6 +148,17 @@ def _run(tokens: list[str]) -> int:
     except Exception as error:
         return _unexpected(error)
     return result if isinstance(result, int) and not isinstance(result, bool) else EXIT_OK
+
+
+def _with_bare_bind(tokens: list[str]) -> list[str]:
+    """`gshare agent --bind` without a value: all interfaces. cyclopts 4 (Python 3.10) has no such flag."""
+    if tokens[:1] != ["agent"]:
+        return tokens
+    following = [*tokens[1:], "--"]
+    return [
+        f"--bind=:{AGENT_PORT}" if token == "--bind" and after.startswith("-") else token
+        for token, after in zip(tokens, following, strict=True)
+    ]
 
 
 def _fail(message: str, code: int) -> int:

@@ -303,3 +303,14 @@ def test_relative_simulated_devices_start_at_this_directory(
     assert frame.main(["gpu", "status"]) == 0
     assert "GPU-here" in capsys.readouterr().out
     assert os.environ["GSHARE_DEVICES"] == str(tmp_path / "devices.toml")
+
+
+def test_bind_alone_is_every_interface_under_every_cyclopts() -> None:
+    from gshare.agent.node.protocol import DEFAULT_PORT
+    from gshare.cli.main import _with_bare_bind
+
+    all_of_them = f"--bind=:{DEFAULT_PORT}"
+    assert _with_bare_bind(["agent", "--bind"]) == ["agent", all_of_them]
+    assert _with_bare_bind(["agent", "--bind", "--install"]) == ["agent", all_of_them, "--install"]
+    assert _with_bare_bind(["agent", "--bind", "h:1"]) == ["agent", "--bind", "h:1"]
+    assert _with_bare_bind(["gpu", "--bind"]) == ["gpu", "--bind"]

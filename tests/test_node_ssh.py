@@ -226,14 +226,14 @@ def test_a_port_in_use_ends_the_agent_with_one_line(bound: Bound, tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        (True, ("", 7433)),
+        (":7433", ("", 7433)),
         ("127.0.0.1:80", ("127.0.0.1", 80)),
         ("host", ("host", 7433)),
         (":9000", ("", 9000)),
         ("[::1]:9000", ("::1", 9000)),
     ],
 )
-def test_bind(text: str | bool, where: tuple[str, int]) -> None:
+def test_bind(text: str, where: tuple[str, int]) -> None:
     assert parse_bind(text) == where
 
 

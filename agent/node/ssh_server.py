@@ -31,10 +31,8 @@ KEEPALIVE_SECONDS = 15.0
 KEEPALIVE_COUNT = 3
 
 
-def parse_bind(value: str | bool) -> tuple[str, int]:
-    """`--bind [HOST:PORT]` → (host, port); alone all interfaces and port 7433. UsageError: neither."""
-    if isinstance(value, bool):
-        return "", DEFAULT_PORT
+def parse_bind(value: str) -> tuple[str, int]:
+    """`--bind HOST:PORT` → (host, port); without a host all interfaces. UsageError: neither."""
     host, colon, port = value.rpartition(":")
     if not colon:
         host, port = value, str(DEFAULT_PORT)
