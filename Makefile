@@ -51,7 +51,8 @@ test-py310:
 # What is left out on 3.10: tests of whole screens (their pictures need a plugin) and of whole clusters, which run the
 # same code as the tests of its parts, for minutes.
 SCREENS := $(addprefix --ignore=tests/test_tui_,keys.py look.py terminal.py views.py)
-CLUSTERS := --ignore-glob='tests/test_cluster_faults*' --ignore=tests/test_cluster_ssh.py --ignore=tests/test_deploy.py
+CLUSTERS := --ignore-glob='tests/test_cluster_faults*' --ignore=tests/test_cluster_ssh.py --ignore=tests/test_cluster_process.py \
+  --ignore=tests/test_deploy.py
 
 # pip runs only when pyproject.toml is newer than the stamp.
 $(VENV)/bin/python:
