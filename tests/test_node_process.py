@@ -422,7 +422,7 @@ def test_gpu_memory_is_reserved_and_waited_for(tmp_path: Path, monkeypatch: pyte
         assert (waiting.position, waiting.state, waiting.gpu) == (1, "queued", "GPU-one")
         client.start("hasty", "steps=3", gpu="GPU-one", budget_mb=6000, timeout_s=0.2)
         hasty = client.wait_end("hasty")
-        assert (hasty.state, hasty.retry) == ("stopped", True)  # nobody asked for it
+        assert (hasty.state, hasty.retry) == ("failed", True)
         client.start("huge", "steps=3", gpu="GPU-one", budget_mb=20000)
         huge = client.wait_end("huge")
         assert (huge.state, huge.retry) == ("failed", True)  # it may fit on another node

@@ -287,6 +287,9 @@ class RunningAttempt:
         if code == EXIT_RETRY and supervisor.ended_with is None:
             self._last = None
             return None
+        if status.state == "stopped" and supervisor.ended_with == EXIT_RETRY:
+            # Its time in the queue for memory is over: the node's condition, so another node is preferred.
+            return Outcome("failed", status.reason, retry=True)
         if status.state == "stopped":
             # Not asked for by us: somebody on the node ended it there, and it may go on elsewhere.
             return Outcome("stopped", status.reason, retry=self._stop.exit_code is None)
