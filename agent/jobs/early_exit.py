@@ -28,7 +28,7 @@ JobPattern = Literal["divergence", "overfitting"]
 
 
 class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table [early_exit]; `underperformance`, `warmup` and `keep` are the sweep's, the rest each job's."""
+    """The table [early_exit]; `underperformance`, `warmup` and `keep` are the sweep's, the rest a job's."""
 
     divergence: bool = True
     overfitting: bool = True
