@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from gshare.agent.jobs.early_exit import EarlyExit
 
 BaseDtype = Literal["nf4", "int8", "bf16", "fp32"]
 ScheduleName = Literal["synchronized", "round_robin", "priority_val_loss", "fair"]
@@ -96,3 +97,5 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     val_hash: str | None = None
     resume: bool = False
     client: str = "local"
+    early_exit: EarlyExit | None = None  # None: no pattern stops it
+    pause_at: int = 0  # after so many steps it pauses, evaluated and saved; 0: nowhere
