@@ -60,10 +60,13 @@ def best_plan(tasks: Sequence[Task], gpus: Sequence[str], *, seconds: float = SO
 
 
 class Arrived(NamedTuple):
-    """A task that waits from now on. It may be confined, but does not run yet."""
+    """Tasks that wait from now on. They may be confined, but do not run yet.
+
+    What comes together belongs into one event: of two, the first would be planned, and begun, as if alone.
+    """
 
     now_ms: int
-    task: Task
+    tasks: tuple[Task, ...]
 
 
 class Ended(NamedTuple):
@@ -105,7 +108,7 @@ class Planner:
         of a task that is not here, such as one told twice, changes nothing.
         """
         if isinstance(event, Arrived):
-            self._take(event.task)
+            self._take(event.tasks)
         else:
             self._waiting.pop(event.task, None)
             self._running.pop(event.task, None)
@@ -116,13 +119,13 @@ class Planner:
             self._running[one.task] = (self._waiting.pop(one.task), one)
         return plan
 
-    def _take(self, task: Task) -> None:
-        if task.running_on:
-            raise UsageError(f"task {shorten(task.name)}: has arrived, but runs already")
-        if task.name in self._waiting or task.name in self._running:
-            raise UsageError(f"task {shorten(task.name)}: there is another of that name; give each its own")
-        check_tasks([task], self._gpus)
-        self._waiting[task.name] = task
+    def _take(self, tasks: tuple[Task, ...]) -> None:
+        for task in tasks:
+            if task.running_on:
+                raise UsageError(f"task {shorten(task.name)}: has arrived, but runs already")
+        here = [task for task, _ in self._running.values()]
+        check_tasks([*here, *self._waiting.values(), *tasks], self._gpus)
+        self._waiting.update((task.name, task) for task in tasks)
 
     def _remaining(self, task: Task, there: Assignment) -> Task:
         """One that takes longer than it should have may end at any moment."""

@@ -34,7 +34,7 @@ def play(planner: Planner, work: list[Life]) -> tuple[dict[str, tuple[int, int]]
         now, arrives, name = heapq.heappop(queue)
         _, said, takes, wide = work[int(name[1:])]
         if arrives:
-            plan = planner.handle(Arrived(now, Task(name, said, wide)))
+            plan = planner.handle(Arrived(now, (Task(name, said, wide),)))
         else:
             busy = {gpu: owner for gpu, owner in busy.items() if owner != name}
             plan = planner.handle(Ended(now, name))
@@ -81,8 +81,8 @@ def test_a_planner_that_forgets_what_runs_is_caught() -> None:
 
 def test_a_task_that_ends_early_makes_room_at_once() -> None:
     planner = Planner(GPUS, greedy_plan)
-    assert [one.task for one in planner.handle(Arrived(0, Task("long", 100, 4))).starts] == ["long"]
-    waits = planner.handle(Arrived(10, Task("next", 50, 2)))
+    assert [one.task for one in planner.handle(Arrived(0, (Task("long", 100, 4),))).starts] == ["long"]
+    waits = planner.handle(Arrived(10, (Task("next", 50, 2),)))
     assert waits.starts == ()
     assert waits.end_ms == 150  # 90 are left of the first
     assert planner.waiting == ("next",)
@@ -92,8 +92,8 @@ def test_a_task_that_ends_early_makes_room_at_once() -> None:
 
 def test_a_task_that_takes_longer_keeps_its_gpus() -> None:
     planner = Planner(GPUS, greedy_plan)
-    planner.handle(Arrived(0, Task("late", 10, 4)))
-    plan = planner.handle(Arrived(25, Task("next", 5, 1)))
+    planner.handle(Arrived(0, (Task("late", 10, 4),)))
+    plan = planner.handle(Arrived(25, (Task("next", 5, 1),)))
     assert plan.starts == ()
     assert {one.task: (one.start_ms, one.running) for one in plan.assignments} == {
         "late": (25, True),
@@ -105,17 +105,17 @@ def test_a_task_that_takes_longer_keeps_its_gpus() -> None:
 def test_running_tasks_stay_where_they_are_through_any_replan() -> None:
     pytest.importorskip("ortools", reason="the extra `plan`")
     planner = Planner(GPUS, seconds=120.0)
-    planner.handle(Arrived(0, Task("a", 100, 2)))
+    planner.handle(Arrived(0, (Task("a", 100, 2),)))
     where = planner.running["a"].gpus
     for number in range(5):
-        plan = planner.handle(Arrived(number + 1, Task(f"b{number}", 7 + number, 1 + number % 2)))
+        plan = planner.handle(Arrived(number + 1, (Task(f"b{number}", 7 + number, 1 + number % 2),)))
         assert next(one.gpus for one in plan.assignments if one.task == "a") == where
 
 
 def test_what_is_told_twice_or_of_nobody_changes_nothing() -> None:
     planner = Planner(GPUS, greedy_plan)
-    planner.handle(Arrived(0, Task("a", 10, 4)))
-    planner.handle(Arrived(0, Task("b", 10, 4)))
+    planner.handle(Arrived(0, (Task("a", 10, 4),)))
+    planner.handle(Arrived(0, (Task("b", 10, 4),)))
     for name in ("nobody", "nobody"):
         assert planner.handle(Ended(1, name)).starts == ()
     assert [one.task for one in planner.handle(Ended(2, "a")).starts] == ["b"]
@@ -125,26 +125,41 @@ def test_what_is_told_twice_or_of_nobody_changes_nothing() -> None:
 
 def test_a_task_that_waits_can_be_called_off() -> None:
     planner = Planner(GPUS, greedy_plan)
-    planner.handle(Arrived(0, Task("a", 10, 4)))
-    planner.handle(Arrived(0, Task("b", 10, 4)))
+    planner.handle(Arrived(0, (Task("a", 10, 4),)))
+    planner.handle(Arrived(0, (Task("b", 10, 4),)))
     plan = planner.handle(Ended(1, "b"))
     assert (plan.end_ms, planner.waiting) == (10, ())
 
 
 def test_what_cannot_be_taken_leaves_everything_as_it_was() -> None:
     planner = Planner(GPUS, greedy_plan)
-    planner.handle(Arrived(0, Task("a", 10, 4)))
+    planner.handle(Arrived(0, (Task("a", 10, 4),)))
     wrong = [Task("a", 5), Task("b", 5, 8), Task("c", 5, 1, None, ("g0",)), Task("d", 0)]
     for task in wrong:
         with pytest.raises(UsageError):
-            planner.handle(Arrived(1, task))
+            planner.handle(Arrived(1, (Task("fine", 1), task)))
     assert (tuple(planner.running), planner.waiting) == (("a",), ())
+
+
+def test_what_comes_together_is_planned_together() -> None:
+    """Negative control: one after the other the short one is begun first, and the wide one waits for it."""
+    wide, short = Task("wide", 10, 4), Task("short", 9, 3)
+    beside = Task("beside", 9, 1)
+    planner = Planner(GPUS, greedy_plan)
+    assert [one.task for one in planner.handle(Arrived(0, (short, wide, beside))).starts] == ["wide"]
+    apart = Planner(GPUS, greedy_plan)
+    assert [
+        one.task for task in (short, wide, beside) for one in apart.handle(Arrived(0, (task,))).starts
+    ] == [
+        "short",
+        "beside",
+    ]
 
 
 def test_time_does_not_go_back() -> None:
     planner = Planner(GPUS, greedy_plan)
-    planner.handle(Arrived(100, Task("a", 10, 4)))
-    assert planner.handle(Arrived(50, Task("b", 5, 4))).now_ms == 100
+    planner.handle(Arrived(100, (Task("a", 10, 4),)))
+    assert planner.handle(Arrived(50, (Task("b", 5, 4),))).now_ms == 100
 
 
 def test_a_solver_s_plan_of_the_rest_is_a_plan_of_the_rest() -> None:
