@@ -83,7 +83,7 @@ class Health:
             )
         found += devices.problems
         found += [
-            f"{plain(model)[:300]}, in `models` of cluster.toml, is not there: put it there or correct the path"
+            f"{plain(model)[:300]}, in `models` of cluster.toml, is not there; correct the path"
             for model in models
             if model.startswith(("/", "~")) and not os.path.exists(os.path.expanduser(model))
         ]
