@@ -188,6 +188,16 @@ def test_confined_tasks_keep_their_gpus_free() -> None:
     assert plan.makespan_ms == 6
 
 
+def test_when_the_time_is_over_the_gap_says_how_far_it_may_be() -> None:
+    """A millisecond is not even enough to look at the model."""
+    pytest.importorskip("ortools", reason="the extra `plan`")
+    tasks = [Task(f"t{i}", 1000 + 7919 * i % 613, (1, 1, 2, 4)[i % 4]) for i in range(24)]
+    plan = best_plan(tasks, gpus(8), seconds=0.001)
+    assert plan_fault(tasks, gpus(8), plan.assignments) is None
+    assert plan.end_ms <= plan.greedy_ms
+    assert plan.gap == (plan.end_ms - plan.bound_ms) / plan.end_ms > 0
+
+
 def test_more_tasks_than_the_solver_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of so many would take longer to make than the search may."""
     monkeypatch.setattr(plan_cp_sat, "MOST_CLAUSES", 10)
