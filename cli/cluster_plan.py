@@ -121,11 +121,20 @@ def _file_and_gpus(text: str) -> tuple[Path, int]:
 
 
 def _work(path: Path, gpus: int, rate: Callable[[str, Any, int], float], console: Console) -> Work:
-    from gshare.cli.prepare import prepare
+    from gshare.agent.data.prepare import find_model, prepare_requests
 
     name, run, draws = _read(path)
     speed = rate(run.model, run.base_dtype, gpus)
-    _, requests = prepare(run, console, resume=False)
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        """What is counted of a file, once: sixty configurations of a grid read the same one."""
+        of_data = line.partition(": ")[2]  # without the adapter's name
+        if of_data not in said:
+            said.add(of_data)
+            console.print(Text(f"{name}: {of_data}"))
+
+    requests = prepare_requests(run, find_model(run), resume=False, say=say)
     tokens = draws * sum(training_tokens(request) for request in requests)
     return Work(name, str(path), gpus, draws * len(requests), tokens, speed)
 

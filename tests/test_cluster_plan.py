@@ -45,8 +45,11 @@ def profile(*rates: dict[str, object], **top: object) -> str:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    """One object, and on stderr one line a sweep about its one data file."""
     assert main(["cluster", "plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert captured.err.count("23 rows") == sum(".toml" in argument for argument in arguments)
+    return json.loads(captured.out)
 
 
 @pytest.mark.parametrize(
