@@ -195,14 +195,10 @@ def _table(found: Plan, work: Sequence[Work]) -> list[str]:
         count = str(by_name[one.task].configurations)
         times = (duration(one.start_ms / 1000), duration(one.end_ms / 1000))
         lines.append((plain(one.task), count, *times, ", ".join(one.gpus)))
-    how = "longest first" if found.method == "greedy" else "CP-SAT"
     end, bound, greedy = (duration(ms / 1000) for ms in (found.end_ms, found.bound_ms, found.greedy_ms))
-    gap = "proven best" if found.gap == 0 else f"at most {found.gap:.2%} above the best"
-    return [
-        *columns(lines),
-        "",
-        f"all done after {end} by {how}, {gap}: none before {bound}; longest first {greedy}",
-    ]
+    how = "longest first" if found.method == "greedy" else f"CP-SAT (longest first: {greedy})"
+    gap = "proven best" if found.gap == 0 else f"no plan ends before {bound}, {found.gap:.2%} sooner"
+    return [*columns(lines), "", f"all done after {end}, {how}; {gap}"]
 
 
 def _as_json(found: Plan, work: Sequence[Work], gpus: int) -> dict[str, Any]:
