@@ -1,9 +1,9 @@
 """Linear least squares over a handful of columns, in plain Python: a base install without torch can fit.
 
-    RelativeSystem(rows, targets).solve((0, 2))     # rows (n, p), targets (n,) above zero; columns 0 and 2
+    RelativeSystem(rows, targets, known).solve((0, 2))     # over columns 0 and 2 of rows (n, p)
 
-Errors count as shares of their target: Σ ((row · x − y) / y)² is smallest. A model of memory that is 100 MiB
-off is as good as right at 100 GiB, and wrong at 300 MiB.
+Errors count as shares of their target: Σ ((known + row · x − y) / y)² is smallest. A model of
+memory that is 100 MiB off is as good as right at 100 GiB, and wrong at 300 MiB.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ _ZERO = 1e-7
 class RelativeSystem:
     """The normal equations of all columns, from which any few of them are solved."""
 
-    def __init__(self, rows: Sequence[Sequence[float]], targets: Sequence[float]) -> None:
-        """`rows` (n, p) of non-negative values and `targets` (n,), above zero."""
+    def __init__(
+        self, rows: Sequence[Sequence[float]], targets: Sequence[float], known: Sequence[float]
+    ) -> None:
+        """`rows` (n, p) of non-negative values, `targets` (n,) above zero, what of them is `known` (n,)."""
+        wanted = [(y - k) / y for y, k in zip(targets, known, strict=True)]
         weighted = [[value / y for value in row] for row, y in zip(rows, targets, strict=True)]
         columns = list(zip(*weighted, strict=True))
         # Columns are bytes, tokens and ones: each is scaled to unit length first.
@@ -31,7 +34,10 @@ class RelativeSystem:
             for column, scale in zip(columns, self._scales, strict=True)
         ]
         self._size = len(weighted)
-        self._projected = [math.fsum(unit) if unit is not None else 0.0 for unit in units]
+        self._projected = [
+            math.fsum(v * share for v, share in zip(unit, wanted, strict=True)) if unit is not None else 0.0
+            for unit in units
+        ]
         self._products = [
             [
                 math.fsum(x * y for x, y in zip(left, right, strict=True))

@@ -60,7 +60,7 @@ class Configuration:
         return f"{self.adapters} × {self.batch} rows of {self.length} tokens, rank {self.r}, {self.optim}"
 
 
-def grid(max_tokens: int, *, max_length: int, batches: Sequence[int] = COUNTS) -> list[Configuration]:
+def grid(max_tokens: int, *, max_length: int) -> list[Configuration]:
     """Every (N, b) of `COUNTS` whose pass holds at least a row of the shortest length each.
 
     Lengths, ranks, optimizers and dropout change from one to the next with periods that share no divisor
@@ -69,7 +69,7 @@ def grid(max_tokens: int, *, max_length: int, batches: Sequence[int] = COUNTS) -
     lengths = [length for length in LENGTHS if length <= min(max_length, max_tokens)]
     lengths = lengths or [min(max_length, max_tokens)]
     found: list[Configuration] = []
-    for batch in batches:
+    for batch in COUNTS:
         for adapters in COUNTS:
             number = len(found)
             fitting = [length for length in lengths if adapters * batch * length <= max_tokens]

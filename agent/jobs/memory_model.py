@@ -1,11 +1,13 @@
 """The memory and the time of a pass, from measurements: M̂ = k0 + k1·B·L + … (ALTO, *Memory profiling*).
 
+What adapters and their optimizer state take in the arena is known to the byte and not fitted: it is added.
+
     model = fit_memory(loads, peaks)
     model.predict(load), model.bound(load)      # bytes; the bound has the safety margin on it
 
-Terms beyond B·L (adapters' weights, optimizer state, rank × tokens, logits, masks, the squared row) are taken
-where they make the worst error on points that the fit has not seen smaller. No coefficient is negative: more
-of anything never costs less, so what is larger than a measured point is never predicted below it.
+Terms beyond B·L (overhead on weights and optimizer state, rank × tokens, logits, masks, the squared row) are
+taken where they make the worst error on points that the fit has not seen smaller. No coefficient is negative:
+more of anything never costs less, so what is larger than a measured point is never predicted below it.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ class Fit:
     r2: float
     worst_error: float  # |predicted − measured| ÷ measured
     least_share: float  # the smallest predicted ÷ measured, left out or not
+    arena: bool = False  # the arena's bytes are part of it, beside the terms
 
     def predict(self, load: PassLoad) -> float:
         """In the unit of what was fitted: bytes, seconds."""
-        return math.fsum(
-            k * _TERMS[term](load) for k, term in zip(self.coefficients, self.terms, strict=True)
-        )
+        pairs = zip(self.coefficients, self.terms, strict=True)
+        return _arena_bytes(load, self.arena) + math.fsum(k * _TERMS[term](load) for k, term in pairs)
 
     @property
     def margin(self) -> float:
@@ -77,50 +79,66 @@ class Fit:
 
 
 def fit_memory(loads: Sequence[PassLoad], peaks: Sequence[float]) -> Fit | None:
-    """The model of peak bytes; None when fewer than `FOLDS` points were measured."""
-    return _best(loads, peaks, MEMORY_TERMS)
+    """The model of peak bytes; None when there are fewer than `FOLDS` points, or no model is like them."""
+    return _best(_Folds(loads, peaks, ("constant", *MEMORY_TERMS), arena=True))
 
 
 def fit_seconds(loads: Sequence[PassLoad], seconds: Sequence[float]) -> Fit | None:
-    """The model of an optimizer step's seconds; None when fewer than `FOLDS` points were measured."""
-    return _best(loads, seconds, TIME_TERMS)
+    """The model of an optimizer step's seconds; None as for `fit_memory`."""
+    return _best(_Folds(loads, seconds, ("constant", *TIME_TERMS), arena=False))
 
 
-def fit_terms(loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str]) -> Fit | None:
-    """The fit over these terms; None when the points cannot tell them apart, or a coefficient is negative."""
-    return _Folds(loads, targets, terms).fit(tuple(range(len(terms))))
+def fit_terms(
+    loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str], *, arena: bool
+) -> Fit | None:
+    """The fit over these terms, and the arena's bytes as they are if `arena`; None when the points cannot
+    tell the terms apart, or a coefficient is negative."""
+    return _Folds(loads, targets, terms, arena=arena).fit(tuple(range(len(terms))))
 
 
-def _best(loads: Sequence[PassLoad], targets: Sequence[float], optional: Sequence[str]) -> Fit | None:
+def _best(folds: _Folds) -> Fit | None:
     """The fewest terms whose worst error is within `WORTH` of the best."""
-    if len(loads) < FOLDS:
+    if folds.points < FOLDS:
         return None
-    folds = _Folds(loads, targets, ("constant", *optional))
     fits: list[Fit] = []
-    for count in range(min(len(optional), len(loads) // POINTS_A_TERM - 1) + 1):
-        for others in combinations(range(1, len(optional) + 1), count):
+    optional = range(1, len(folds.terms))
+    for count in range(min(len(optional), folds.points // POINTS_A_TERM - 1) + 1):
+        for others in combinations(optional, count):
             fit = folds.fit((0, *others))
             if fit is not None:
                 fits.append(fit)
-    best = min(fit.worst_error for fit in fits)  # the constant alone always is one
+    if not fits:
+        return None
+    best = min(fit.worst_error for fit in fits)
     return next(fit for fit in fits if fit.worst_error <= best + WORTH)
+
+
+def _arena_bytes(load: PassLoad, arena: bool) -> int:
+    return load.adapter_bytes + load.optimizer_bytes if arena else 0
 
 
 class _Folds:
     """The points, and each part of them left out in turn."""
 
-    def __init__(self, loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str]) -> None:
-        self._terms = tuple(terms)
+    def __init__(
+        self, loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str], *, arena: bool
+    ) -> None:
+        self.points, self.terms = len(loads), tuple(terms)
+        self._arena = arena
+        self._known = [_arena_bytes(load, arena) for load in loads]
         self._targets = targets
         self._rows = [[_TERMS[term](load) for term in terms] for load in loads]
-        self._whole = RelativeSystem(self._rows, targets)
+        self._whole = self._system(range(self.points))
         self._without = [
-            RelativeSystem(
-                [row for i, row in enumerate(self._rows) if i % FOLDS != fold],
-                [y for i, y in enumerate(targets) if i % FOLDS != fold],
-            )
-            for fold in range(FOLDS)
+            self._system([i for i in range(self.points) if i % FOLDS != fold]) for fold in range(FOLDS)
         ]
+
+    def _system(self, chosen: Sequence[int]) -> RelativeSystem:
+        return RelativeSystem(
+            [self._rows[i] for i in chosen],
+            [self._targets[i] for i in chosen],
+            [self._known[i] for i in chosen],
+        )
 
     def fit(self, chosen: Sequence[int]) -> Fit | None:
         coefficients = self._whole.solve(chosen)
@@ -142,15 +160,17 @@ class _Folds:
         if least <= 0:
             return None
         return Fit(
-            terms=tuple(self._terms[i] for i in chosen),
+            terms=tuple(self.terms[i] for i in chosen),
             coefficients=coefficients,
             r2=_r2(unseen, self._targets),
             worst_error=max(abs(p - y) / y for p, y in zip(unseen, self._targets, strict=True)),
             least_share=least,
+            arena=self._arena,
         )
 
     def _value(self, i: int, chosen: Sequence[int], coefficients: Sequence[float]) -> float:
-        return math.fsum(k * self._rows[i][j] for k, j in zip(coefficients, chosen, strict=True))
+        pairs = zip(coefficients, chosen, strict=True)
+        return self._known[i] + math.fsum(k * self._rows[i][j] for k, j in pairs)
 
 
 def _r2(predicted: Sequence[float], measured: Sequence[float]) -> float:

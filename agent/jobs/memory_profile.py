@@ -39,7 +39,7 @@ MAX_BYTES = 1 << 20
 MAX_POINTS = 512
 #: Profiles kept; the one that was written longest ago goes first.
 MAX_PROFILES = 64
-#: Beyond so many times the largest measured pass or adapters nothing is said.
+#: Beyond so many times the largest measured pass nothing is said.
 REACH = 2
 #: No device has more, in bytes; and no field of a load is larger (it is an int that JSON may exceed).
 _MOST = 1 << 50
@@ -91,23 +91,23 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @cached_property
     def memory(self) -> Fit:
         """Bytes of a load."""
-        return _fit(self._loads, [float(point.peak_bytes) for point in self.points], self.memory_terms)
+        peaks = [float(point.peak_bytes) for point in self.points]
+        return _fit(self._loads, peaks, self.memory_terms, arena=True)
 
     @cached_property
     def seconds(self) -> Fit:
         """Seconds of a load's optimizer step."""
-        return _fit(self._loads, [point.step_seconds for point in self.points], self.time_terms)
+        seconds = [point.step_seconds for point in self.points]
+        return _fit(self._loads, seconds, self.time_terms, arena=False)
 
     def tokens_per_second(self, load: PassLoad) -> float:
         """Predicted throughput of passes like this one."""
         return load.tokens / self.seconds.predict(load)
 
     def reaches(self, load: PassLoad) -> bool:
-        """Whether the measurements say something of this load: not far beyond the largest of them."""
-        return all(
-            getattr(load, name) <= REACH * max(getattr(point.load, name) for point in self.points)
-            for name in ("tokens", "adapter_bytes", "optimizer_bytes")
-        )
+        """Whether the measurements say something of this load: its pass is not far beyond the largest of
+        them. Of adapters there may be any number: their bytes are known."""
+        return load.tokens <= REACH * max(point.load.tokens for point in self.points)
 
     @property
     def _loads(self) -> list[PassLoad]:
@@ -140,12 +140,14 @@ def make_profile(
     limit_bytes: int,
     refused: int = 0,
 ) -> MemoryProfile:
-    """The profile with the terms that its points are best told by. ValueError: too few points."""
+    """The profile with the terms that its points are best told by. ValueError: there is no model of them."""
     loads = [point.load for point in points]
     memory = fit_memory(loads, [float(point.peak_bytes) for point in points])
     seconds = fit_seconds(loads, [point.step_seconds for point in points])
-    if memory is None or seconds is None:
+    if len(points) < FOLDS:
         raise ValueError(f"{len(points)} configurations were measured, a model needs {FOLDS}")
+    if memory is None or seconds is None:
+        raise ValueError("no model is like what was measured: more tokens took less")
     return MemoryProfile(
         key=key,
         points=tuple(points),
@@ -223,8 +225,8 @@ def _fault(profile: MemoryProfile, key: ProfileKey) -> str:
     return ""
 
 
-def _fit(loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str]) -> Fit:
-    fit = fit_terms(loads, targets, terms)
+def _fit(loads: Sequence[PassLoad], targets: Sequence[float], terms: Sequence[str], *, arena: bool) -> Fit:
+    fit = fit_terms(loads, targets, terms, arena=arena)
     if fit is None:
         raise ValueError("its points do not fit its model")
     return fit

@@ -19,7 +19,6 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.memory import ModelShape, estimate_run
 from gshare.agent.jobs.memory_grid import Configuration, grid
-from gshare.agent.jobs.memory_model import FOLDS
 from gshare.agent.jobs.memory_profile import MemoryProfile, Point, ProfileKey, make_profile
 from gshare.agent.jobs.pass_load import PassLoad, pass_load
 from gshare.agent.jobs.spec import AdapterSpec, BaseDtype
@@ -146,8 +145,10 @@ class Measurer:
         seconds = (time.perf_counter() - started) / TIMED_STEPS
         evaluated = rounds.evaluate(list(zip(adapters, rows, strict=True)))
         assert len(evaluated) == len(adapters)
-        for adapter in adapters:
-            _ = adapter.parameters(), adapter.optimizer_tensors()  # what a checkpoint takes
+        with self._meter.elsewhere():
+            for adapter in adapters:  # what a checkpoint takes
+                adapter.parameters()
+                adapter.optimizer_tensors()
         return seconds
 
 
@@ -181,15 +182,14 @@ def measure_memory(
         point = measurer.point(what)
         if point is not None:
             points.append(point)
-    if len(points) < FOLDS:
-        raise GshareError(
-            f"only {len(points)} configurations fit, and a model needs {FOLDS}: reserve more with --vram"
+    try:
+        return make_profile(
+            key,
+            points,
+            length=length,
+            largest_batch=largest,
+            limit_bytes=limit_bytes,
+            refused=len(plan) - len(points),
         )
-    return make_profile(
-        key,
-        points,
-        length=length,
-        largest_batch=largest,
-        limit_bytes=limit_bytes,
-        refused=len(plan) - len(points),
-    )
+    except ValueError as error:
+        raise GshareError(f"{error}; more fits with a larger --vram or --max-tokens-per-pass") from None

@@ -11,12 +11,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 #: CUDA's allocator hands out multiples of it.
 _BLOCK = 512
@@ -31,6 +30,10 @@ class Meter(Protocol):
 
     def peak_bytes(self) -> int:
         """The most that was taken from the device in the last block, what was there before included."""
+        ...
+
+    def elsewhere(self) -> Any:
+        """A context manager for what is copied into main memory: it takes none of the device's."""
         ...
 
     def wait(self) -> None:
@@ -60,6 +63,9 @@ class CudaMeter:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
 
+    def elsewhere(self) -> Any:
+        return nullcontext()
+
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
 
@@ -79,18 +85,29 @@ class CountingMeter:
         self._resident = resident_bytes
         self._limit = limit_bytes
         self._peak = resident_bytes
+        self._counter: _Counter | None = None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         gc.collect()
         with _Counter(self._resident, self._limit) as counter:
+            self._counter = counter
             try:
                 yield
             finally:
-                self._peak = counter.peak
+                self._peak, self._counter = counter.peak, None
 
     def peak_bytes(self) -> int:
         return self._peak
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        assert self._counter is not None, "in a block that is measured"
+        self._counter.counting = False
+        try:
+            yield
+        finally:
+            self._counter.counting = True
 
     def wait(self) -> None:
         pass
@@ -102,11 +119,14 @@ class _Counter(TorchDispatchMode):
     def __init__(self, resident: int, limit: int) -> None:
         super().__init__()
         self.live = self.peak = resident
+        self.counting = True
         self._limit = limit
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self.counting:
+            return result
         # A result may share its memory with an argument (a view, an update in place): that is not new, and
         # where it is from before the block it is a part of what is resident.
         before = {storage._cdata for storage in _storages((args, kwargs))}
@@ -131,7 +151,13 @@ class _Counter(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    if isinstance(tree, torch.Tensor):
+        yield tree.untyped_storage()
+    elif isinstance(tree, (tuple, list)):
+        for one in tree:
+            yield from _storages(one)
+    elif isinstance(tree, dict):
+        yield from _storages(list(tree.values()))
 
 
 def make_meter(device: torch.device, *, resident_bytes: int, limit_bytes: int = 0) -> Meter:
