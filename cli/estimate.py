@@ -20,10 +20,15 @@ from cyclopts import Parameter
 from gshare.agent.data.prepare import find_model, run_estimate
 from gshare.agent.errors import EXIT_OK, GshareError, UsageError
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_generation, largest_pass
-from gshare.agent.jobs.memory_choice import CPU_CARD, find_profile, is_checkpointing, profile_dir
+from gshare.agent.jobs.memory_choice import (
+    CPU_CARD,
+    find_profile,
+    is_checkpointing,
+    predicted_speed,
+    profile_dir,
+)
 from gshare.agent.jobs.memory_grid import Configuration, grid, grid_estimate
 from gshare.agent.jobs.memory_profile import DamagedProfile, MemoryProfile, profile_key, write_profile
-from gshare.agent.jobs.pass_load import pass_load
 from gshare.agent.jobs.spec import BaseDtype, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import run_spec_from_flags
 from gshare.agent.service.base_identity import base_identity
@@ -219,16 +224,19 @@ def _reservable(
 def _speed(run: RunSpec, model_dir: Path, it: MemoryEstimate, profile: MemoryProfile | None) -> float | None:
     """Predicted tokens a second; None without a profile that says something of such passes."""
     from gshare.agent.base.config import read_config
-    from gshare.agent.jobs.memory import estimate_run
 
     if profile is None:
         return None
     tokens, longest = largest_pass(run)
-    shape = ModelShape.of(read_config(model_dir))
-    size = {"base_dtype": run.base_dtype, "pass_tokens": tokens, "longest_row": longest}
-    by_part = estimate_run(shape, run.adapters, device=it.device, **size)
-    load = pass_load(shape, run.adapters, by_part, **size)
-    return profile.tokens_per_second(load) if profile.reaches(load) else None
+    return predicted_speed(
+        ModelShape.of(read_config(model_dir)),
+        run.adapters,
+        profile,
+        base_dtype=run.base_dtype,
+        device=it.device,
+        pass_tokens=tokens,
+        longest_row=longest,
+    )
 
 
 def _profile_lines(profile: MemoryProfile) -> str:

@@ -13,7 +13,7 @@ from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.data.prepare import run_estimate
 from gshare.agent.jobs import memory_grid
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape
-from gshare.agent.jobs.memory_choice import choose_estimate, profile_dir
+from gshare.agent.jobs.memory_choice import choose_estimate, find_profile, predicted_speed, profile_dir
 from gshare.agent.jobs.memory_profile import make_profile, profile_key, write_profile
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.vram.budget import CONTEXT_MB, WORKSPACE_MB, with_allowance
@@ -107,6 +107,27 @@ def test_beyond_what_was_measured_it_is_by_part_again() -> None:
     keep_profile()
     assert choose(pass_tokens=32_768).fragmentation == 0.0
     assert "(it is far larger than anything measured)" in choose(pass_tokens=33_000).source
+
+
+def test_speed_is_known_as_far_as_the_measurements_reach() -> None:
+    keep_profile()
+    profile = find_profile("base", base_dtype="bf16", card=CARD, checkpointing=False)
+    assert profile is not None
+    spec = AdapterSpec(name="a", data="d", output_dir="o", lora_alpha=32.0, seed=0)
+
+    def speed(tokens: int) -> float | None:
+        return predicted_speed(
+            SMOL,
+            [spec],
+            profile,
+            base_dtype="bf16",
+            device="cuda",
+            pass_tokens=tokens,
+            longest_row=tokens,
+        )
+
+    assert speed(2048) == pytest.approx(10_000, rel=1e-3)  # 0.1 ms a token
+    assert speed(33_000) is None
 
 
 def test_a_model_that_misses_its_own_points_is_not_used() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -175,7 +180,7 @@ class Scripted(Measurer):
 
     def measure(self, what: Configuration) -> Measured | None:
         self.tried.append(what.batch)
-        return Measured(1000 + what.tokens, 0.1) if what.adapters * what.batch <= self.rows else None
+        return Measured(10**9 + 1000 * what.tokens, 0.1) if what.adapters * what.batch <= self.rows else None
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 64])
@@ -249,3 +254,46 @@ def test_a_model_of_tokens_alone_would_miss_them(base: Base, profile: MemoryProf
     plain = fit_terms(loads, peaks, ("constant", "tokens"), arena=False)
     assert plain is not None
     assert plain.worst_error > 0.1 > 2 * profile.memory.worst_error
+
+
+# ---------------------------------------------------------------------- the benchmark
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "memory_model.py"
+    spec = importlib.util.spec_from_file_location("memory_model_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("trust", "passes"), [(1.0, True), (0.6, False)])
+def test_admissions_by_the_model_never_run_out_and_by_less_they_do(
+    base: Base, profile: MemoryProfile, script: ModuleType, trust: float, passes: bool
+) -> None:
+    """The second is the negative control: a bound that promises too much is found out."""
+    bench = script.Bench(base, max_tokens=512, lengths=(48, 64))
+    crowd = script.Crowd(base, seed=3, max_tokens=512, lengths=(48, 64))
+    result = script.admissions(bench, profile, crowd, 5, trust)
+    assert result["admitted"] == 5
+    assert result["gate"] is passes
+    assert (result["out_of_memory"] == 0) is passes
+
+
+def test_the_benchmark_compares_with_what_was_measured(
+    base: Base, profile: MemoryProfile, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = script.Bench(base, max_tokens=256, lengths=(48, 64))
+
+    def crowd() -> object:
+        return script.Crowd(base, seed=1, max_tokens=256, lengths=(48, 64))
+
+    result = script.unseen(bench, profile, crowd(), 2)
+    assert result["gate"]
+    assert result["worst_error"] < 0.05
+    monkeypatch.setattr(bench, "predict", lambda profile, members: 1e9)
+    assert not script.unseen(bench, profile, crowd(), 1)["gate"]

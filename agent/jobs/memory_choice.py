@@ -106,6 +106,32 @@ def _on_card(
     return measured_estimate(by_part, load, profile)
 
 
+def predicted_speed(
+    shape: ModelShape,
+    adapters: Sequence[AdapterSpec],
+    profile: MemoryProfile,
+    *,
+    base_dtype: BaseDtype,
+    device: Device,
+    pass_tokens: int,
+    longest_row: int,
+) -> float | None:
+    """Tokens a second of such passes, from the steps that were timed when memory was measured; None when
+    they are far larger than those."""
+    by_part = estimate_run(
+        shape,
+        adapters,
+        base_dtype=base_dtype,
+        device=device,
+        pass_tokens=pass_tokens,
+        longest_row=longest_row,
+    )
+    load = pass_load(
+        shape, adapters, by_part, base_dtype=base_dtype, pass_tokens=pass_tokens, longest_row=longest_row
+    )
+    return profile.tokens_per_second(load) if profile.reaches(load) else None
+
+
 def measured_estimate(by_part: MemoryEstimate, load: PassLoad, profile: MemoryProfile) -> MemoryEstimate:
     """The estimate that a profile gives: M̂, less what is known, is one part; the safety margin another."""
     model = profile.memory

@@ -147,7 +147,7 @@ def make_profile(
     if len(points) < FOLDS:
         raise ValueError(f"{len(points)} configurations were measured, a model needs {FOLDS}")
     if memory is None or seconds is None:
-        raise ValueError("no model is like what was measured: more tokens took less")
+        raise ValueError("no model fits what was measured")
     return MemoryProfile(
         key=key,
         points=tuple(points),

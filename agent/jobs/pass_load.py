@@ -31,10 +31,6 @@ class PassLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bytes: int  # of the rows that the head takes at once
     mask_bytes: int  # dropout's keep masks of the widest group of linears; 0 without dropout
 
-    def covers(self, other: PassLoad) -> bool:
-        """Whether nothing of `other` is more than here."""
-        return all(getattr(self, name) >= getattr(other, name) for name in self.__struct_fields__)
-
 
 def pass_load(
     shape: ModelShape,
