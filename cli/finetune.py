@@ -96,14 +96,15 @@ def finetune(
     model_dir, requests = prepare(run, console, resume=resume)
     base = base_identity(model_dir)
     _check_prepared(run, base, requests)
-    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
+    cards = plan.cards if plan is not None else ()
+    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None, cards=cards)
     gpu = None
     if plan is not None:
         if plan.note:
             console.print(Text(f"warning: {plan.note}"))
         task = f"finetune {', '.join(request.spec.name for request in requests)}"
         gpu = request_gpu(plan, estimate, task, shared=join and base is not None)
-        console.print(Text(budget_line(plan, gpu)))
+        console.print(Text(budget_line(plan, gpu, estimate)))
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:

@@ -53,6 +53,11 @@ class GpuPlan:
     inherited: Row | None = None
     note: str = ""
 
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """Names of the GPUs on any of which the run may be."""
+        return tuple(device.name for device in self.devices)
+
 
 def plan_gpu(flags: ReserveFlags, device: str, *, outlives: bool = False) -> GpuPlan | None:
     """What to reserve on; None when the run is on the CPU and reserves nothing. UsageError names the flag.
@@ -104,9 +109,10 @@ def request_gpu(
     elif plan.inherited is not None:
         budget_mb = plan.inherited.budget_mb
     else:
-        budget_mb = with_allowance(estimate().total)
+        whole = estimate()
+        budget_mb = with_allowance(whole.total, whole.fragmentation)
     _check_fits(plan, budget_mb)
-    part_mb = min(budget_mb, with_fragmentation(estimate().added)) if shared else 0
+    part_mb = min(budget_mb, _added_mb(estimate())) if shared else 0
     devices = _with_mps(plan, budget_mb) if plan.mps else plan.devices
     return GpuRequest(
         budget_mb=budget_mb,
@@ -121,15 +127,18 @@ def request_gpu(
     )
 
 
-def budget_line(plan: GpuPlan, request: GpuRequest) -> str:
-    """The budget, and where it comes from."""
+def _added_mb(estimate: MemoryEstimate) -> int:
+    return with_fragmentation(estimate.added, estimate.fragmentation)
+
+
+def budget_line(plan: GpuPlan, request: GpuRequest, estimate: Callable[[], MemoryEstimate]) -> str:
+    """The budget, and where it comes from; the estimate is asked only where it is the budget."""
     if plan.inherited is not None:
         return f"GPU memory: {show_mb(request.budget_mb)} of reservation {request.inherit} (`gshare gpu run`)"
-    source = (
-        "--vram"
-        if plan.vram_mb is not None
-        else "estimate, with CUDA's context, workspaces and fragmentation; --vram sets it"
-    )
+    if plan.vram_mb is not None:
+        source = "--vram"
+    else:
+        source = f"{estimate().source}, with CUDA's context, workspaces and fragmentation; --vram sets it"
     return f"GPU memory to reserve: {show_mb(request.budget_mb)} ({source})"
 
 

@@ -6,7 +6,8 @@
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
     gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
     gshare coordinator  places their jobs     gshare cluster   how its nodes are
-    gshare tui        the dashboard         gshare version
+    gshare tui        the dashboard         gshare estimate  memory and speed of adapters
+    gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),
     "audit": ("gshare.cli.audit:audit", "Train packed and alone, and compare byte for byte."),
+    "estimate": ("gshare.cli.estimate:estimate", "How much memory adapters take; measure it."),
     "gpu": ("gshare.cli.gpu:app", "Who has reserved which GPU's memory; run a program under a reservation."),
     "agent": ("gshare.cli.agent:app", "Run this node's agent, which runs what a coordinator sends."),
     "coordinator": ("gshare.cli.coordinator:app", "Run the coordinator of a cluster."),

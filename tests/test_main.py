@@ -36,6 +36,7 @@ def test_commands_are_frozen() -> None:
         "generate": "gshare.cli.generate:generate",
         "export": "gshare.cli.export:export",
         "audit": "gshare.cli.audit:audit",
+        "estimate": "gshare.cli.estimate:estimate",
         "gpu": "gshare.cli.gpu:app",
         "agent": "gshare.cli.agent:app",
         "coordinator": "gshare.cli.coordinator:app",

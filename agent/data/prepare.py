@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
-from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
+from gshare.agent.jobs.memory_choice import choose_estimate
 from gshare.agent.jobs.model_limits import add_model_faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.xdg import cache_dir
@@ -69,19 +70,27 @@ def prepare_requests(
 
 
 def run_estimate(
-    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], *, on_gpu: bool
+    run: RunSpec,
+    model_dir: Path,
+    requests: Sequence[JobRequest],
+    *,
+    on_gpu: bool,
+    cards: Sequence[str] = (),
 ) -> MemoryEstimate:
-    """Memory of training `requests` together."""
+    """Memory of training `requests` together; `cards`: names of the GPUs on any of which it may be."""
     from gshare.agent.base.config import read_config
+    from gshare.agent.service.base_identity import base_identity
 
     tokens, longest = largest_pass(run)
-    return estimate_run(
+    return choose_estimate(
         ModelShape.of(read_config(model_dir)),
         [request.spec for request in requests],
         base_dtype=run.base_dtype,
         device="cuda" if on_gpu else "cpu",
         pass_tokens=tokens,
         longest_row=longest,
+        base=lambda: base_identity(model_dir),
+        cards=cards,
     )
 
 

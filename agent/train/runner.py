@@ -18,6 +18,7 @@ from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import ENDED, Event, TrainerMessage
 from gshare.agent.jobs.schedules import make_schedule
 from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.train.admission import check_rows, check_spec, restore
 from gshare.agent.train.books import Books
@@ -166,6 +167,7 @@ class Runner:
             max_adapters=self._max_adapters,
             # What is reserved on a simulated device says nothing of a CPU's memory.
             budget_mb=self._guard.budget_mb() if self.engine.base.device.type == "cuda" else None,
+            identity=lambda: base_identity(self.model_dir),
         ):
             self.engine.checkpointing = True
             self.books.say(
