@@ -125,8 +125,8 @@ def finetune(
         runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
     )
     if detach:
-        return _detach(config, requests, report_to, join=join)
-    return _supervise(config, requests, report_to, json_lines=json, join=join)
+        return detach_run(config, requests, report_to, join=join)
+    return supervise_run(config, requests, report_to, json_lines=json, join=join)
 
 
 def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
@@ -150,9 +150,10 @@ def _check_prepared(run: RunSpec, base: str | None, requests: Sequence[JobReques
         )
 
 
-def _detach(
+def detach_run(
     config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str], *, join: bool
 ) -> int:
+    """Leave `requests` to a client of their own, and say how to reach them."""
     from gshare.agent.service.detach import DetachedPlan, detach
 
     plan = DetachedPlan(config=config, requests=requests, report_to=list(report_to), join=join)
@@ -164,7 +165,7 @@ def _detach(
     return EXIT_OK
 
 
-def _supervise(
+def supervise_run(
     config: TrainerConfig,
     requests: Sequence[JobRequest],
     report_to: Sequence[str],
@@ -172,6 +173,7 @@ def _supervise(
     json_lines: bool,
     join: bool,
 ) -> int:
+    """Run `requests` to their ends and show them; the exit code."""
     from gshare.agent.service.supervise import StopRequest, Supervisor
     from gshare.cli.live import make_view
 

@@ -6,7 +6,7 @@ Field names are frozen by tests/test_service_protocol.py.
       ClientHello  ───────────────────────►
                    ◄───────────────────────  TrainerHello | Refused (and the connection is closed)
       SubmitJobs, StopJobs, … (id = n) ────►
-                   ◄───────────────────────  Done | Refused | Jobs | Following (reply_to = n)
+                   ◄───────────────────────  Done | Refused | WeightsTaken | Jobs | Following (reply_to = n)
                    ◄───────────────────────  EventFrame …            after a Follow
 
 Any number of clients may be connected and each may submit at any time. A client that did not start the
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import msgspec
 from gshare.agent.jobs.events import Event, JobStateName
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, WarmStart
 
 PROTOCOL_VERSION = 1
 
@@ -105,6 +105,17 @@ class ResumeJobs(_Message, frozen=True, tag="resume"):
     jobs: list[str]
 
 
+class TakeWeights(_Message, frozen=True, tag="take_weights"):
+    """Write the job's weights, as they are between two rounds, into `directory`: a clone starts from them.
+
+    Answered by `WeightsTaken` or `Refused`; the job goes on as if nothing had been asked.
+    """
+
+    id: int
+    job: str
+    directory: str
+
+
 class ListJobs(_Message, frozen=True, tag="list"):
     id: int
 
@@ -140,6 +151,7 @@ Request = (
     | StopJobs
     | PauseJobs
     | ResumeJobs
+    | TakeWeights
     | ListJobs
     | Follow
     | Detach
@@ -162,6 +174,11 @@ class Refused(_Message, frozen=True, tag="refused"):
 
     reply_to: int
     reason: str
+
+
+class WeightsTaken(_Message, frozen=True, tag="weights_taken"):
+    reply_to: int
+    start: WarmStart
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,4 +219,4 @@ class EventFrame(_Message, frozen=True, tag="event"):
 
 
 FromClient = ClientHello | Request
-FromTrainer = TrainerHello | Done | Refused | Jobs | Following | EventFrame
+FromTrainer = TrainerHello | Done | Refused | WeightsTaken | Jobs | Following | EventFrame

@@ -26,6 +26,7 @@ from gshare.agent.service.protocol import (
     Shutdown,
     StopJobs,
     SubmitJobs,
+    TakeWeights,
 )
 from gshare.agent.service.server import Command, Connection
 
@@ -100,6 +101,9 @@ class WaitingRoom:
             self._stop(connection, request)
         elif isinstance(request, (PauseJobs, ResumeJobs)):
             self._refuse(connection, request)
+        elif isinstance(request, TakeWeights):
+            reason = f"job {request.job} waits for GPU memory and has no weights yet"
+            self._answers.append((connection, Refused(reply_to=request.id, reason=reason)))
         elif isinstance(request, OpenTrainer):
             self._answers.append((connection, Done(reply_to=request.id)))  # nothing has run: on trial still
         elif isinstance(request, Shutdown):

@@ -20,7 +20,7 @@ from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.events import JobStateName, LastLosses
 from gshare.agent.jobs.learning_rate import learning_rate_at
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, lineage_line
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Row
 from gshare.agent.train.rounds import StepWork
@@ -173,6 +173,7 @@ class Job:
             "evaluated_step": self.evaluated_step,
             "train_hash": self.request.train_hash,
             "val_hash": self.request.val_hash,
+            **({"start": self.request.start.lineage} if self.request.start is not None else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -183,6 +184,7 @@ class Job:
                     f"adapter {self.name}: {self.output_dir} was trained on other data ({key} differs); "
                     "resume with the same data file, or choose another output_dir"
                 )
+        self._check_start(state.get("start"))
         self._check_length(int(state["step"]), int(state["total_steps"]))
         self.step = self.begun = int(state["step"])
         self.tokens = int(state["tokens"])
@@ -192,6 +194,16 @@ class Job:
         self.best_step = int(state["best_step"])
         self.evaluated_step = int(state["evaluated_step"])
         self.saved_step = self.step
+
+    def _check_start(self, before: dict[str, Any] | None) -> None:
+        """UsageError when a resume would go on from other weights than the checkpoint's run started from."""
+        now = self.request.start.lineage if self.request.start is not None else None
+        if before != now:
+            shown = ["fresh weights" if one is None else lineage_line(one) for one in (before, now)]
+            raise UsageError(
+                f"adapter {self.name}: {self.output_dir} started from {shown[0]}, not from {shown[1]}; "
+                "choose another output_dir"
+            )
 
     def _check_length(self, done: int, planned: int) -> None:
         """UsageError when a resume's total steps would make it another job than the one that was begun."""

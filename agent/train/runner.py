@@ -17,11 +17,11 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import ENDED, Event, TrainerMessage
 from gshare.agent.jobs.schedules import make_schedule
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, WarmStart
 from gshare.agent.trace import DISABLED, Tracer
-from gshare.agent.train.admission import check_rows, check_spec, restore
+from gshare.agent.train.admission import begin_warm, check_rows, check_spec, restore
 from gshare.agent.train.books import Books
-from gshare.agent.train.checkpoint import truncate_metrics
+from gshare.agent.train.checkpoint import adapter_config, truncate_metrics, write_start
 from gshare.agent.train.checkpointing import does_not_fit
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.fingerprint import numerics_fingerprint
@@ -129,6 +129,8 @@ class Runner:
             try:
                 job.output_dir.mkdir(parents=True, exist_ok=True)
                 resumed = request.resume and restore(job, self.fingerprint, self.books.say)
+                if not resumed and request.start is not None:
+                    begin_warm(job, request.start, self.fingerprint)
                 if not resumed:
                     truncate_metrics(job.output_dir / "metrics.jsonl", 0)
             except BaseException:
@@ -152,7 +154,9 @@ class Runner:
         if resumed:
             self.books.change(job, "running", f"resumed at step {job.step}", job.last_losses())
         else:
-            self.books.change(job, "running", "")
+            start = request.start
+            came = f"starts from {start.parent} at step {start.step}" if start is not None else ""
+            self.books.change(job, "running", came)
         if job.step >= job.total_steps:
             self.books.finish(job)
 
@@ -198,6 +202,24 @@ class Runner:
             self.books.change(found, "running", "")
         elif found.state in ENDED:
             raise UsageError(f"adapter {job}: has ended as {found.state}; start it again with `--resume`")
+
+    def take_weights(self, job: str, directory: Path) -> WarmStart:
+        """Write the job's weights as they are now into `directory`, for a warm clone. The job goes on.
+
+        After the step that is in flight, if there is one. GshareError: it has ended, or the disk is full.
+        """
+        found = self.books.find(job)
+        self._pipeline.drain()
+        if found.state in ENDED:
+            raise UsageError(f"adapter {job}: has ended as {found.state}; its weights are in its output_dir")
+        return write_start(
+            found.adapter.parameters(),
+            directory,
+            adapter_config(found.spec, str(self.model_dir)),
+            parent=job,
+            step=found.step,
+            fingerprint=self.fingerprint,
+        )
 
     def run_round(self) -> bool:
         """One optimizer step of the scheduled jobs, and what falls due after it. False: nothing runnable."""

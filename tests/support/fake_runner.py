@@ -37,7 +37,7 @@ from gshare.agent.jobs.events import (
     Stepped,
     TrainerMessage,
 )
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, WarmStart
 
 
 @dataclass
@@ -80,9 +80,9 @@ class FakeJob:
         return final
 
 
-def weights_after(name: str, steps: int) -> str:
-    """What a job's weights must be after `steps` steps, however often it was interrupted."""
-    value = ""
+def weights_after(name: str, steps: int, start: str = "") -> str:
+    """What a job's weights must be after `steps` steps from `start`, however often it was interrupted."""
+    value = start
     for step in range(steps):
         value = hashlib.sha256(f"{value}{name}{step}".encode()).hexdigest()
     return value
@@ -128,6 +128,8 @@ class FakeRunner:
         if request.resume and saved is not None:
             state = json.loads(saved.read_text())
             job.step, job.weights = state["step"], state["weights"]
+        elif request.start is not None:
+            job.weights = (Path(request.start.directory) / "adapter_model.safetensors").read_text()
         self._jobs[job.name] = job
         self._on_pass(())
         self._change(job, "running", f"resumed at step {job.step}" if job.step else "")
@@ -144,6 +146,13 @@ class FakeRunner:
 
     def resume(self, job: str) -> None:
         self._change(self._jobs[job], "running")
+
+    def take_weights(self, job: str, directory: Path) -> WarmStart:
+        found = self._jobs[job]
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "adapter_model.safetensors").write_text(found.weights)
+        digest = hashlib.sha256(found.weights.encode()).hexdigest()
+        return WarmStart(directory=str(directory), sha256=digest, parent=job, step=found.step)
 
     def run_round(self) -> bool:
         jobs = [job for job in self._jobs.values() if job.state == "running"]

@@ -1,0 +1,114 @@
+"""A changed copy of a job: from its spec and `KEY=VALUE` settings to the spec of the clone. Pure.
+
+A cold clone is a job like any other. A warm one starts from its parent's weights, so what gives them their
+shape stays as it is; the optimizer, the order of the rows and the count of steps begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import MAX_NAME, check_name, shorten
+from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.spec_file import changed_spec, known_key
+from gshare.agent.jobs.spec_rules import RUN_TYPES
+
+#: What gives the matrices of an adapter their number and shape.
+SHAPE_KEYS = ("r", "target_modules", "layers_to_transform")
+#: What does not change what is learnt: a cold copy that differs in these alone trains the same bytes again.
+_NO_CHANGE = frozenset(("name", "output_dir", "eval_steps", "save_steps", "save_total_limit", "weight"))
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, str]:
+    """`["lr=1e-4"]` → `{"learning_rate": "1e-4"}`. UsageError names the setting and the nearest known key."""
+    settings: dict[str, str] = {}
+    for text in texts:
+        word, equals, value = text.partition("=")
+        shown = f"--set {shorten(text)}"
+        if not equals or not word.strip():
+            raise UsageError(f"{shown}: expected KEY=VALUE, such as learning_rate=1e-4")
+        if word.strip() in RUN_TYPES and word.strip() != "seed":
+            raise UsageError(
+                f"{shown}: {word.strip()} is of the whole run; a clone has its parent's trainer and base"
+            )
+        try:
+            key = known_key(word.strip())
+        except UsageError as error:
+            raise UsageError(f"{shown}: {error}") from None
+        if key == "name":
+            raise UsageError(f"{shown}: say it as --name {value.strip() or 'NEW'}")
+        if key in settings:
+            raise UsageError(f"{shown}: {key} is set twice")
+        settings[key] = value.strip()
+    return settings
+
+
+def cloned_spec(
+    parent: AdapterSpec, settings: Mapping[str, str], *, name: str, warm: bool, base_dir: Path
+) -> AdapterSpec:
+    """The spec of the clone `name`; its output_dir lies beside the parent's unless it is set.
+
+    `lora_alpha` follows a changed `r` where the parent's was 2 × r, as in a spec that leaves it out.
+    UsageError names the setting: a value that is wrong, one that a warm clone cannot have, or no change.
+    """
+    check_name(name, what="--name")
+    changes: dict[str, object] = {
+        "name": name,
+        "output_dir": str(Path(parent.output_dir).parent / name),
+        **settings,
+    }
+    where = {key: f"--set {key}={shorten(value)}" for key, value in settings.items()}
+    where |= {"name": "--name"} | ({} if "output_dir" in settings else {"output_dir": f"--name {name}"})
+    if "r" in settings and "lora_alpha" not in settings and parent.lora_alpha == 2.0 * parent.r:
+        parent = msgspec.structs.replace(parent, lora_alpha=None)
+    spec = changed_spec(parent, changes, where=where, base_dir=base_dir)
+    changed = {key for key, value in msgspec.structs.asdict(spec).items() if value != getattr(parent, key)}
+    fixed = [key for key in SHAPE_KEYS if key in changed]
+    if warm and fixed:
+        raise UsageError(
+            f"{where[fixed[0]]}: a warm clone has the shapes of its parent's weights; leave it out, or leave "
+            "--warm out"
+        )
+    if not warm and changed <= _NO_CHANGE:
+        raise UsageError(
+            f"nothing of {parent.name} is changed: a cold copy would train the same bytes again; "
+            "add --set KEY=VALUE or --warm"
+        )
+    return spec
+
+
+def free_name(parent: str, taken: Collection[str]) -> str:
+    """`parent-clone`, with a number where that is taken; `parent` is cut where a name could not hold both.
+
+    >>> free_name("a", {"a", "a-clone"})
+    'a-clone-2'
+    """
+    number = 1
+    while True:
+        end = "-clone" if number == 1 else f"-clone-{number}"
+        name = parent[: MAX_NAME - len(end)] + end
+        if name not in taken:
+            return name
+        number += 1
+
+
+def spec_toml(run: Mapping[str, Any], spec: AdapterSpec, comment: str) -> str:
+    """A job spec's file with the one adapter, every key of it said; `run` are the keys of the whole run."""
+    lines = [f"# {comment}", *(f"{key} = {_toml(value)}" for key, value in run.items()), "", "[[adapter]]"]
+    for key, value in msgspec.structs.asdict(spec).items():
+        if value is not None:
+            lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    """Of the types of a spec. A JSON text without escaped Unicode is a TOML text (control characters are
+    refused by the spec's rules)."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
