@@ -51,7 +51,8 @@ _NO_FLAGS = ReserveFlags()
 
 
 def clone(
-    name: str,
+    name: str,  # by position alone: --name is the clone's
+    /,
     *,
     set_: Annotated[Sequence[str], Parameter(name="--set", negative=())] = (),
     new_name: Annotated[str | None, Parameter(name="--name")] = None,
@@ -89,8 +90,8 @@ def clone(
     parent = find_job(name, running=False)
     config, hello, record = _look(parent, warm=warm)
     new_name = new_name or free_name(name, _names_taken(record.spec))
-    spec = cloned_spec(record.spec, settings, name=new_name, warm=warm, base_dir=Path.cwd())
     _check_name_is_free(new_name)
+    spec = cloned_spec(record.spec, settings, name=new_name, warm=warm, base_dir=Path.cwd())
     run = RunSpec(
         model=config.model,
         base_dtype=config.base_dtype,  # type: ignore[arg-type]  # one of them: a run had it

@@ -67,6 +67,11 @@ def cloned_spec(
     if "r" in settings and "lora_alpha" not in settings and parent.lora_alpha == 2.0 * parent.r:
         parent = msgspec.structs.replace(parent, lora_alpha=None)
     spec = changed_spec(parent, changes, where=where, base_dir=base_dir)
+    out, parents = Path(spec.output_dir), Path(parent.output_dir)
+    if out == parents or out in parents.parents or parents in out.parents:
+        raise UsageError(
+            f"{where['output_dir']}: {out} and {parents} ({parent.name}) lie one inside the other"
+        )
     changed = {key for key, value in msgspec.structs.asdict(spec).items() if value != getattr(parent, key)}
     fixed = [key for key in SHAPE_KEYS if key in changed]
     if warm and fixed:
