@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from gshare.agent.jobs.early_exit import EarlyExit
 
 BaseDtype = Literal["nf4", "int8", "bf16", "fp32"]
 ScheduleName = Literal["synchronized", "round_robin", "priority_val_loss", "fair"]
@@ -120,3 +121,5 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
     client: str = "local"
     start: WarmStart | None = None  # None: A at random by the seed, B zero
+    early_exit: EarlyExit | None = None  # None: no pattern stops it
+    pause_at: int = 0  # after so many steps it pauses, evaluated and saved; 0: nowhere
