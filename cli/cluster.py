@@ -139,7 +139,7 @@ async def _check(node: NodeConfig, keys: HostKeys) -> dict[str, Any]:
         )
         link = await AgentLink.open(stream, client="gshare cluster check")
         try:
-            info = await link.ask(NodeInfo, DescribeNode)
+            info = await link.ask(NodeInfo, DescribeNode, models=sorted(node.models.values()))
         finally:
             await link.close()
     except NodeFault as fault:

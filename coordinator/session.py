@@ -70,6 +70,7 @@ class NodeSession:
     ) -> None:
         """`connect` None: the node dials in, see `dialled`."""
         self.node = node
+        self._models = sorted(node.models.values())
         self.hello: NodeHello | None = None
         self._connect = connect
         self._hooks = hooks
@@ -166,7 +167,7 @@ class NodeSession:
         # Followed before the list: of what happens in between an event comes, and the list is read again.
         journal_id, seq = hooks.cursor(name)
         following = await link.follow(journal_id, seq)
-        info = await link.ask(NodeInfo, DescribeNode)
+        info = await link.ask(NodeInfo, DescribeNode, models=self._models)
         attempts = (await link.ask(Attempts, ListAttempts)).attempts
         if following.gap:
             self._dirty.set()
@@ -187,7 +188,8 @@ class NodeSession:
     async def _beat(self, link: AgentLink) -> None:
         while True:
             await asyncio.sleep(self._heartbeat)
-            self._hooks.beat(self.node.name, await link.ask(NodeInfo, DescribeNode, timeout=BEAT_SECONDS))
+            info = await link.ask(NodeInfo, DescribeNode, timeout=BEAT_SECONDS, models=self._models)
+            self._hooks.beat(self.node.name, info)
 
     async def _look(self, link: AgentLink) -> None:
         while True:

@@ -99,6 +99,18 @@ def test_problems_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "loginctl enable-linger" in text
 
 
+@pytest.mark.usefixtures("devices")
+def test_a_model_of_the_node_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    missing, there = str(tmp_path / "missing"), str(tmp_path)
+    info = describe(
+        tmp_path, models=[missing, there, "HuggingFaceTB/SmolLM2-135M", "~/nowhere\0", "/" + "x" * 5000]
+    )
+    told = [problem.split(",")[0] for problem in info.problems if "in `models`" in problem]
+    assert told[0] == missing
+    assert len(told) == 3
+    assert describe(tmp_path, models=[there]).problems == describe(tmp_path).problems
+
+
 def test_a_ledger_in_trouble_is_a_problem_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from gshare.agent.service.wire import FrameReader, WireError, convert, encode
 FROZEN = {
     "node_client_hello": "protocol gshare client role owner session",
     "node_hello": "protocol gshare agent_id journal_id pid hostname draining",
-    "describe": "id",
+    "describe": "id models",  # models: added; who does not know it ignores it
     "hold_blobs": "id blobs",
     "put_chunk": "id sha256 offset total data",
     "start_attempt": "id job attempt spec model base_dtype schedule max_tokens_per_pass "

@@ -68,6 +68,7 @@ class NodeHello(_Message, frozen=True, kw_only=True, tag="node_hello"):
 
 class DescribeNode(_Message, frozen=True, kw_only=True, tag="describe"):
     id: int
+    models: list[str] = []  # of the node's `models` in cluster.toml: a path that is not there is told
 
 
 class HoldBlobs(_Message, frozen=True, kw_only=True, tag="hold_blobs"):

@@ -271,7 +271,12 @@ class NodeServer:
         if self._looking.done():
             devices, self._looking = self._looking.result(), None
         return await asyncio.to_thread(
-            self._health.describe, request.id, devices, attempts_running=running, problems=problems
+            self._health.describe,
+            request.id,
+            devices,
+            attempts_running=running,
+            problems=problems,
+            models=request.models,
         )
 
     async def _hold(self, connection: Connection, request: protocol.HoldBlobs) -> msgspec.Struct:

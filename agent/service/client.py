@@ -120,7 +120,7 @@ class TrainerClient:
         return self._list().jobs
 
     def others(self) -> int:
-        """How many other clients the trainer has now."""
+        """How many other clients the trainer stays for."""
         return max(0, self._list().clients - 1)
 
     def _list(self) -> Jobs:

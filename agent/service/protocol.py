@@ -15,7 +15,8 @@ submitted it: when that connection ends without `Detach`, the job is checkpointe
 the same user: the socket is 0600) may list, follow, stop, pause and resume any job.
 
 Durable events carry `seq` ≥ 1 and come exactly once to a client that says where it stopped; samples
-(`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly.
+(`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly. A trainer stays for clients
+that have brought jobs, not for those that only look.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Jobs(_Message, frozen=True, tag="jobs"):
     reply_to: int
     jobs: list[JobStatus]
-    clients: int = 0  # connected now, the asker included
+    clients: int = 0  # connected now, those that only look left out
 
 
 class Following(_Message, frozen=True, tag="following"):

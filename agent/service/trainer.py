@@ -175,7 +175,7 @@ class Trainer:
         if self._waiting.over:
             raise _Ended(EXIT_OK, "none of its jobs was left while it waited for GPU memory")
         now = time.monotonic()
-        if self._server.clients or self._waiting.jobs:
+        if self._server.holders or self._waiting.jobs:
             self._alone_since = now
         elif self._server.ever_connected:
             if now - self._alone_since >= self._config.idle_seconds:
@@ -231,7 +231,7 @@ class Trainer:
                 return EXIT_OK, "shut down by a client"
             busy = runner.run_round()
             now = time.monotonic()
-            if busy or self._server.clients or self._table.active():
+            if busy or self._server.holders or self._table.active():
                 idle_since = now
             elif self._server.ever_connected:
                 if now - idle_since >= self._config.idle_seconds:

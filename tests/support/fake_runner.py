@@ -68,6 +68,7 @@ class FakeJob:
     def publish(self, name: str, files: dict[str, str]) -> Path:
         """A directory with a manifest, whole under its name, in place of the one before."""
         temporary, final = self.out / f".gshare-tmp-{name}", self.out / name
+        shutil.rmtree(temporary, ignore_errors=True)  # of a trainer that was killed while it wrote
         temporary.mkdir()
         manifest = {"format": 1, "files": {}}
         for file, text in files.items():
