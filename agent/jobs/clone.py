@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.names import MAX_NAME, check_name, shorten
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.jobs.spec_file import changed_spec, known_key
-from gshare.agent.jobs.spec_rules import RUN_TYPES
+from gshare.agent.jobs.spec_file import FLAG_ALIASES, AdapterTable, Value, build_run, unknown_adapter_key
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, RUN_TYPES
 
+_ALIASES = {alias.replace("-", "_"): key for alias, key in FLAG_ALIASES.items()}
 #: What gives the matrices of an adapter their number and shape.
 SHAPE_KEYS = ("r", "target_modules", "layers_to_transform")
 #: What does not change what is learnt: a cold copy that differs in these alone trains the same bytes again.
@@ -36,10 +38,10 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
             raise UsageError(
                 f"{shown}: {word.strip()} is of the whole run; a clone has its parent's trainer and base"
             )
-        try:
-            key = known_key(word.strip())
-        except UsageError as error:
-            raise UsageError(f"{shown}: {error}") from None
+        key = word.strip().replace("-", "_")
+        key = _ALIASES.get(key, key)
+        if key not in ADAPTER_TYPES:
+            raise UsageError(f"{shown}: {unknown_adapter_key(key)}")
         if key == "name":
             raise UsageError(f"{shown}: say it as --name {value.strip() or 'NEW'}")
         if key in settings:
@@ -66,7 +68,7 @@ def cloned_spec(
     where |= {"name": "--name"} | ({} if "output_dir" in settings else {"output_dir": f"--name {name}"})
     if "r" in settings and "lora_alpha" not in settings and parent.lora_alpha == 2.0 * parent.r:
         parent = msgspec.structs.replace(parent, lora_alpha=None)
-    spec = changed_spec(parent, changes, where=where, base_dir=base_dir)
+    spec = _changed_spec(parent, changes, where=where, base_dir=base_dir)
     out, parents = Path(spec.output_dir), Path(parent.output_dir)
     if out == parents or out in parents.parents or parents in out.parents:
         raise UsageError(
@@ -109,6 +111,22 @@ def spec_toml(run: Mapping[str, Any], spec: AdapterSpec, comment: str) -> str:
         if value is not None:
             lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _changed_spec(
+    parent: AdapterSpec, changes: Mapping[str, object], *, where: Mapping[str, str], base_dir: Path
+) -> AdapterSpec:
+    """`parent` with `changes` over it, by the rules of a spec's file. `where` names each change's place."""
+    faults = Faults()
+    table = AdapterTable(f"adapter {parent.name}")
+    for key, raw in msgspec.structs.asdict(parent).items():
+        if raw is not None:
+            table.values[key] = Value(raw, f"adapter {parent.name}, key {key!r}", base_dir)
+    for key, raw in changes.items():
+        table.values[key] = Value(raw, where[key], base_dir, lax=True)
+    # A run has to have a model; of this one only the adapter is looked at.
+    run = build_run({"model": Value(".", "model", base_dir)}, [table], faults, source="")
+    return run.adapters[0]
 
 
 def _toml(value: object) -> str:

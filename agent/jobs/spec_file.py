@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults, TomlFile, check_section, unknown_key
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
@@ -170,35 +169,6 @@ def run_spec_from_flags(
             "--adapter", "none given; name at least one, as --adapter DATA:OUT, or --adapters-config FILE"
         )
     return build_run(run, parsed, faults, source="command line")
-
-
-def changed_spec(
-    parent: AdapterSpec, changes: Mapping[str, object], *, where: Mapping[str, str], base_dir: Path
-) -> AdapterSpec:
-    """`parent` with `changes` (key → value, as text where it comes from a command line) over it.
-
-    `where` names each change's place in a message. UsageError with one line a fault, as of a file.
-    """
-    faults = Faults()
-    kept = {key: value for key, value in msgspec.structs.asdict(parent).items() if value is not None}
-    adapter = _Adapter(f"adapter {parent.name}")
-    for key, raw in kept.items():
-        adapter.values[key] = _Value(raw, f"adapter {parent.name}, key {key!r}", base_dir)
-    for key, raw in changes.items():
-        adapter.values[key] = _Value(raw, where[key], base_dir, lax=True)
-    values = _adapter_values(adapter, faults)
-    faults.raise_if_any()
-    assert parent.seed is not None
-    return _adapter_spec(values, parent.seed)
-
-
-def known_key(word: str) -> str:
-    """The adapter's key that `word` (dashes or underscores, or an alias) names. UsageError otherwise."""
-    key = word.replace("-", "_")
-    key = _ALIASES.get(key, key)
-    if key not in ADAPTER_TYPES:
-        raise UsageError(_unknown_adapter_key(key))
-    return key
 
 
 def _split_adapter(text: str) -> dict[str, str] | None:
