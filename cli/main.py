@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
     "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "report": ("gshare.cli.report:report", "What became of runs: who was best, what was stopped, and why."),
     "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),
