@@ -1,4 +1,4 @@
-"""Early exit and `pause_at` in the real engine: functions of the job alone; files whole, memory given back."""
+"""Early exit and `pause_at` in the real engine: functions of the job alone; files whole, memory freed."""
 
 from __future__ import annotations
 
