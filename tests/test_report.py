@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.early_exit import describe_exit
+from gshare.agent.jobs.events import Exit
 from gshare.agent.jobs.sweep_records import Decision, DecisionLog
 from gshare.agent.report import charts, summary
 from gshare.agent.report.page import render_page
@@ -170,13 +172,26 @@ def test_how_a_run_ended_is_in_the_list_of_ended_jobs(
     finished(b, "diverged", 9, "loss is not finite at step 9")
     finished(c, "failed", 9, "disk full")
     finished(d, "stopped", 5)  # and went on since
+    numbers = {"val_loss": 2.0, "train_loss": 1.0, "gap": 1.0, "gap_threshold": 0.1, "evaluations": 2}
+    finished(e, "stopped", 9, describe_exit(Exit(pattern="overfitting", step=9, evidence=numbers)))
     found = report_json(tmp_path / "r", capsys)
     runs = by_name(found)
     assert (runs["a"]["state"], runs["a"]["pattern"]) == ("stopped", "user")
     assert (runs["b"]["state"], runs["b"]["pattern"]) == ("diverged", "non-finite")
     assert (runs["c"]["state"], runs["c"]["pattern"], runs["c"]["reason"]) == ("failed", "", "disk full")
     assert runs["d"]["state"] == "unknown"
-    assert {one["pattern"]: one["saved"] for one in found["savings"]} == {"user": 91, "non-finite": 91}
+    assert (runs["e"]["state"], runs["e"]["pattern"]) == ("stopped", "overfitting")
+    assert {one["pattern"]: one["saved"] for one in found["savings"]} == {
+        "user": 91,
+        "non-finite": 91,
+        "overfitting": 91,
+    }
+
+
+def test_an_adapter_of_a_run_that_left_early_does_not_make_it_complete(tmp_path: Path) -> None:
+    """Early exit writes the adapter too."""
+    write_run(tmp_path / "r/a", losses=falling(9, 0.1), evaluations={}, done=True)
+    assert read_report(tmp_path / "r").runs[0].state == "unknown"
 
 
 def test_samples_say_when_they_may_be_fewer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

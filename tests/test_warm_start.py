@@ -176,6 +176,20 @@ def test_damaged_foreign_or_misshapen_weights_are_refused_and_nothing_is_left(
     assert "not those that were written" in refused(elsewhere)
 
 
+def test_a_job_that_paused_where_it_was_to_gives_the_weights_of_that_step(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path
+) -> None:
+    """Its memory is given back: they come from its checkpoint."""
+    runner = make_runner(tiny_checkpoint, base)
+    runner.admit(msgspec.structs.replace(job(tmp_path, "a"), pause_at=2))
+    while runner.run_round():
+        pass
+    assert runner.jobs()[0].parked
+    start = runner.take_weights("a", tmp_path / "start")
+    saved = (tmp_path / "a/checkpoint-2/adapter_model.safetensors").read_bytes()
+    assert (start.step, start.sha256) == (2, hashlib.sha256(saved).hexdigest())
+
+
 def test_only_a_job_that_has_not_ended_gives_weights_and_a_paused_one_does(
     tiny_checkpoint: Path, base: Base, tmp_path: Path
 ) -> None:

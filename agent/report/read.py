@@ -152,14 +152,21 @@ def _take_end(run: Run, path: Path, record: FinishedJob | None) -> None:
     if record is not None and _is_of_this_run(record, run, path):
         run.state, run.reason, run.ended = record.status.state, record.status.reason, record.ended
         run.total_steps = run.total_steps or record.status.total_steps or None
-        run.pattern = "non-finite" if run.state == "diverged" else ""
-        if run.state == "stopped":
-            run.pattern = "user"
+        run.pattern = _pattern(run.state, run.reason)
         return
-    if _is_file(path / FINAL):
+    if _is_file(path / FINAL) and (run.steps is None or run.steps == run.total_steps):
         run.state, run.ended = "completed", (path / FINAL).stat().st_mtime
         return
     run.reason = "nothing says how it ended"
+
+
+def _pattern(state: str, reason: str) -> str:
+    """Of an ended job, by the words of `describe_exit`; any other stop was a person's."""
+    if state == "diverged":
+        return "non-finite"
+    if state != "stopped":
+        return ""
+    return next((name for name in ("divergence", "overfitting") if reason.startswith(f"{name} at ")), "user")
 
 
 def _held(path: Path) -> bool:
