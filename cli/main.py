@@ -6,7 +6,8 @@
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
     gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
     gshare coordinator  places their jobs     gshare cluster   how its nodes are
-    gshare tui        the dashboard         gshare version
+    gshare tui        the dashboard         gshare report    what became of runs
+    gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,

@@ -167,7 +167,9 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
 def test_how_a_run_ended_is_in_the_list_of_ended_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b, c, d = (write_run(tmp_path / "r" / name, losses=falling(9, 0.1), evaluations={}) for name in "abcd")
+    a, b, c, d, e = (
+        write_run(tmp_path / "r" / name, losses=falling(9, 0.1), evaluations={}) for name in "abcde"
+    )
     finished(a, "stopped", 9, "stopped by gshare jobs")
     finished(b, "diverged", 9, "loss is not finite at step 9")
     finished(c, "failed", 9, "disk full")
