@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from gshare.agent.report.page import render_page
 from gshare.agent.report.read import read_report
 from gshare.agent.report.text import (
     LEGEND,
+    UNKNOWN,
     hyper_text,
     loss_text,
     samples_text,
@@ -32,11 +34,15 @@ from gshare.agent.report.text import (
 )
 from gshare.agent.service.journal import strict_json
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 #: Of a table that goes to a file or a pipe: nothing of it is cut or folded.
 WIDE = 10_000
+#: On a terminal that is too narrow these columns go first; `why` folds into so many.
+_LEFT_OUT_FIRST = ("device", "at step", "loss", "ended", "val", "samples")
+_WHY_WIDTH = 24
 
 
 def report(
@@ -95,37 +101,65 @@ def _write(path: Path, text: str) -> None:
 def _print_tables(found: Report) -> None:
     console = Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=WIDE)
     ranked = summary.leaderboard(found.runs)
-    console.print(leaderboard_table(ranked))
+    table, left_out = fitting_table(ranked, console)
+    console.print(table)
     if saved := summary.savings(found.runs):
         console.print()
         console.print(savings_table(found, saved))
     lines = [LEGEND, *summary.notes(found)]
+    if left_out:
+        lines.append(f"left out on {console.width} columns: {', '.join(left_out)}")
     console.print()
     for line in lines:
         console.print(Text(plain(line)))
 
 
-def leaderboard_table(ranked: list[Run]) -> Table:
+def fitting_table(ranked: Sequence[Run], console: Console) -> tuple[Table, Sequence[str]]:
+    """The table, and the titles of the columns that had no place on this terminal."""
+    wide = console.options.update(max_width=WIDE)
+    left_out: Sequence[str] = ()
+    for count in range(len(_LEFT_OUT_FIRST) + 1):
+        left_out = _LEFT_OUT_FIRST[:count]
+        without_why = leaderboard_table(ranked, [*left_out, "why"])
+        if Measurement.get(console, wide, without_why).maximum + _WHY_WIDTH <= console.width:
+            break
+    return leaderboard_table(ranked, left_out), left_out
+
+
+def leaderboard_table(ranked: Sequence[Run], left_out: Sequence[str] = ()) -> Table:
     """A row a run, the best first."""
     table = Table(box=None, pad_edge=False)
     keys = summary.differing(ranked)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold", min_width=8)
-    for title in (*keys, "best val", "at step", "val", "loss", "steps", "samples", "saved", "device"):
-        table.add_column(title, justify="right")
-    for title in ("state", "why", "ended"):
-        table.add_column(title, overflow="fold")
-    for place, run in enumerate(ranked, start=1):
-        cells = [
-            *(str(place), plain(run.name)),
-            *(hyper_text(key, summary.hyper(run, key)) for key in keys),
-            *(loss_text(run.best_val_loss), "-" if run.best_step is None else str(run.best_step)),
-            *(loss_text(run.val_loss), loss_text(run.loss), steps_text(run), samples_text(run.samples)),
-            *(samples_text(run.saved) if run.pattern else "", seconds_text(run.seconds)),
-            *(run.state, why_text(run), time_text(run.ended)),
-        ]
-        table.add_row(*map(Text, cells))
+    rows = [_cells(place, run, keys) for place, run in enumerate(ranked, start=1)]
+    for title in rows[0]:
+        if title in left_out:
+            continue
+        if title in ("run", "why"):
+            table.add_column(title, overflow="fold", min_width=8)
+        else:
+            table.add_column(title, justify="left" if title in ("state", "ended") else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for title, cell in row.items() if title not in left_out))
     return table
+
+
+def _cells(place: int, run: Run, keys: Sequence[str]) -> dict[str, str]:
+    return {
+        "": str(place),
+        "run": plain(run.name),
+        **{key: hyper_text(key, summary.hyper(run, key)) for key in keys},
+        "best val": loss_text(run.best_val_loss),
+        "at step": UNKNOWN if run.best_step is None else str(run.best_step),
+        "val": loss_text(run.val_loss),
+        "loss": loss_text(run.loss),
+        "steps": steps_text(run),
+        "samples": samples_text(run.samples),
+        "saved": samples_text(run.saved) if run.pattern else "",
+        "device": seconds_text(run.seconds),
+        "state": run.state,
+        "why": why_text(run),
+        "ended": time_text(run.ended),
+    }
 
 
 def savings_table(found: Report, saved: list[summary.Saving]) -> Table:

@@ -5,6 +5,7 @@ What is not known, or not a number, is said as such; that nothing becomes a zero
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -24,7 +25,9 @@ from gshare.agent.report.text import loss_text, seconds_text, time_text
 from gshare.agent.service.protocol import JobStatus
 from gshare.agent.service.registry import FinishedJob, record_finished, take_lock
 from gshare.cli.main import main
+from gshare.cli.report import fitting_table
 from report_runs import HOSTILE, falling, rename, write_a_sweep, write_run
+from rich.console import Console
 
 
 @pytest.fixture(autouse=True)
@@ -358,6 +361,22 @@ def test_html_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert "underperformance" in out
     assert err == f"written: {tmp_path / 'x.html'}\n"
+
+
+def test_on_a_narrow_terminal_columns_go_and_numbers_stay_whole(tmp_path: Path) -> None:
+    ranked = summary.leaderboard(read_report(write_a_sweep(tmp_path / "s")).runs)
+    wide, left_out = fitting_table(ranked, Console(width=200))
+    assert left_out == ()
+    assert [column.header for column in wide.columns][-1] == "ended"
+    console = Console(width=100, file=io.StringIO())
+    table, left_out = fitting_table(ranked, console)
+    assert "device" in left_out
+    assert "best val" not in left_out
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("1.0000" in line and "100/100" in line and "completed" in line for line in lines)
 
 
 # ---------------------------------------------------------------------- parts

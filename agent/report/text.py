@@ -70,9 +70,9 @@ def hyper_text(key: str, value: Any) -> str:
 
 def why_text(run: Run) -> str:
     """Why it ended: the pattern, and what was written down."""
-    if run.pattern and run.reason:
+    if run.pattern and run.reason and not run.reason.startswith(run.pattern):
         return plain(f"{run.pattern}: {run.reason}")
-    return plain(run.pattern or run.reason)
+    return plain(run.reason or run.pattern)
 
 
 def evidence_text(run: Run) -> str:
