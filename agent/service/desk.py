@@ -18,6 +18,7 @@ from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.output_dir import OutputClaim, RunRecord
 from gshare.agent.service.parts import Parts
 from gshare.agent.service.protocol import (
+    STOPPED_BY,
     Done,
     JobStatus,
     JoinTrainer,
@@ -97,7 +98,7 @@ class Desk:
             if isinstance(request, StopJobs):
                 own = [job for job, owner in self._owner.items() if owner == connection.key]
                 done, failed = self.stop(
-                    request.jobs or own, request.reason or f"stopped by {connection.client}"
+                    request.jobs or own, request.reason or f"{STOPPED_BY}{connection.client}"
                 )
             elif isinstance(request, PauseJobs):
                 done, failed = self._each(request.jobs, self._engine.pause)
