@@ -179,9 +179,12 @@ def test_how_a_run_ended_is_in_the_list_of_ended_jobs(
     finished(d, "stopped", 5)  # and went on since
     numbers = {"val_loss": 2.0, "train_loss": 1.0, "gap": 1.0, "gap_threshold": 0.1, "evaluations": 2}
     finished(e, "stopped", 9, describe_exit(Exit(pattern="overfitting", step=9, evidence=numbers)))
+    gone = write_run(tmp_path / "r" / "f", losses=falling(9, 0.1), evaluations={})
+    finished(gone, "stopped", 9, "its client left")
     found = report_json(tmp_path / "r", capsys)
     runs = by_name(found)
     assert (runs["a"]["state"], runs["a"]["pattern"]) == ("stopped", "user")
+    assert (runs["f"]["state"], runs["f"]["pattern"]) == ("stopped", "")  # it may go on: nothing is saved
     assert (runs["b"]["state"], runs["b"]["pattern"]) == ("diverged", "non-finite")
     assert (runs["c"]["state"], runs["c"]["pattern"], runs["c"]["reason"]) == ("failed", "", "disk full")
     assert runs["d"]["state"] == "unknown"

@@ -18,7 +18,8 @@ h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 8px; }
 p { margin: 4px 0; max-width: 80ch; overflow-wrap: anywhere; }
 .soft, caption, .legend { color: var(--soft); font-size: 13px; }
-.scroll { overflow-x: auto; }
+.scroll { overflow: auto; max-height: 75vh; }
+.sortable th { position: sticky; top: 0; background: var(--ground); }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th.text, td.text { text-align: left; }

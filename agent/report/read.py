@@ -29,6 +29,7 @@ from gshare.agent.jobs.sweep_records import (
 from gshare.agent.report.metrics import METRICS_FILE, read_metrics
 from gshare.agent.report.model import Report, Run, Samples
 from gshare.agent.service.output_dir import LOCK_FILE, RUN_FILE, RunRecord, read_record
+from gshare.agent.service.protocol import STOPPED_BY
 from gshare.agent.service.registry import FinishedJob, is_held, read_lines, state_dir
 
 FINAL = "adapter_model.safetensors"
@@ -161,12 +162,14 @@ def _take_end(run: Run, path: Path, record: FinishedJob | None) -> None:
 
 
 def _pattern(state: str, reason: str) -> str:
-    """Of an ended job, by the words of `describe_exit`; any other stop was a person's."""
+    """Of an ended job, by the words of `describe_exit` or of who stopped it; "" of one that was interrupted."""
     if state == "diverged":
         return "non-finite"
     if state != "stopped":
         return ""
-    return next((name for name in ("divergence", "overfitting") if reason.startswith(f"{name} at ")), "user")
+    if reason.startswith(STOPPED_BY):
+        return "user"
+    return next((name for name in ("divergence", "overfitting") if reason.startswith(f"{name} at ")), "")
 
 
 def _held(path: Path) -> bool:

@@ -18,6 +18,7 @@ from gshare.agent.jobs.spec import JobRequest, WarmStart
 from gshare.agent.service.output_dir import START_DIR, OutputClaim, RunRecord
 from gshare.agent.service.parts import Parts
 from gshare.agent.service.protocol import (
+    STOPPED_BY,
     Done,
     JobStatus,
     JoinTrainer,
@@ -102,7 +103,7 @@ class Desk:
             if isinstance(request, StopJobs):
                 own = [job for job, owner in self._owner.items() if owner == connection.key]
                 done, failed = self.stop(
-                    request.jobs or own, request.reason or f"stopped by {connection.client}"
+                    request.jobs or own, request.reason or f"{STOPPED_BY}{connection.client}"
                 )
             elif isinstance(request, PauseJobs):
                 done, failed = self._each(request.jobs, self._engine.pause)

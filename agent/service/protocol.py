@@ -26,6 +26,8 @@ from gshare.agent.jobs.events import Event, JobStateName
 from gshare.agent.jobs.spec import JobRequest, WarmStart
 
 PROTOCOL_VERSION = 1
+#: How the reason of a stop begins that gave none itself: whose word it was follows.
+STOPPED_BY = "stopped by "
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.protocol import (
+    STOPPED_BY,
     Done,
     JoinTrainer,
     OpenTrainer,
@@ -122,7 +123,7 @@ class WaitingRoom:
         waiting = set(self.jobs)
         names = request.jobs or self._of(connection)
         done = [name for name in names if name in waiting]
-        self._end(lambda owner, name: name in done, request.reason or f"stopped by {connection.client}")
+        self._end(lambda owner, name: name in done, request.reason or f"{STOPPED_BY}{connection.client}")
         failed = {name: f"job {name} is not in this trainer" for name in names if name not in waiting}
         self._answers.append((connection, Done(reply_to=request.id, jobs=done, failed=failed)))
 
