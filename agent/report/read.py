@@ -162,7 +162,7 @@ def _take_end(run: Run, path: Path, record: FinishedJob | None) -> None:
 
 
 def _pattern(state: str, reason: str) -> str:
-    """Of an ended job, by the words of `describe_exit` or of who stopped it; "" of one that was interrupted."""
+    """Of an ended job, by the words of `describe_exit` or of who stopped it; "" of one that was cut off."""
     if state == "diverged":
         return "non-finite"
     if state != "stopped":
