@@ -24,7 +24,7 @@ from gshare.agent.vram.guard import WAIT_SECONDS
 from gshare.agent.vram.identify import find_devices, visible_devices
 from gshare.agent.vram.inherit import NotInherited, find_inheritable
 from gshare.agent.vram.ledger import Ledger
-from gshare.agent.vram.machine import DeviceState, Never, Request, best_decision, decide
+from gshare.agent.vram.machine import DeviceState, Never, Request, available_mb, best_decision, decide
 from gshare.agent.vram.mps import SAVE_STEPS, mps_environment
 from gshare.agent.vram.owners import RESERVATION_VARIABLE
 from gshare.agent.vram.rows import Row
@@ -129,6 +129,18 @@ def request_gpu(
 
 def _added_mb(estimate: MemoryEstimate) -> int:
     return with_fragmentation(estimate.added, estimate.fragmentation)
+
+
+def room_mb(plan: GpuPlan) -> tuple[int, int]:
+    """(MiB to be had now, MiB to be had at all) on the best of the plan's devices. Both are the budget where
+    `--vram` or a `gpu run` around us sets it."""
+    fixed = plan.vram_mb if plan.vram_mb is not None else plan.inherited and plan.inherited.budget_mb
+    if fixed is not None:
+        return fixed, fixed
+    view, readings = plan.ledger.look()
+    states = [plan.ledger.state(device, view, readings) for device in plan.devices]
+    now = max(available_mb(view.claims, state) or 0 for state in states)
+    return now, max(state.usable_mb for state in states)
 
 
 def budget_line(plan: GpuPlan, request: GpuRequest, estimate: Callable[[], MemoryEstimate]) -> str:

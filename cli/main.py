@@ -1,12 +1,14 @@
 """The `gshare` command: finds the subcommand, runs it, and turns every error into one message.
 
     gshare finetune   train adapters          gshare export    write or merge an adapter
+    gshare sweep      try configurations
     gshare jobs       list, attach, stop …    gshare audit     packed and solo, byte for byte
     gshare data       look at the data        gshare doctor    what this machine has and lacks
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
     gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
     gshare coordinator  places their jobs     gshare cluster   how its nodes are
-    gshare tui        the dashboard         gshare estimate  memory and speed of adapters
+    gshare tui        the dashboard           gshare report    what became of runs
+    gshare estimate   memory and speed of adapters
     gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 #: Subcommand → (where it is, the line that `gshare --help` shows). Frozen by a test.
 COMMANDS: dict[str, tuple[str, str]] = {
     "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
+    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
     "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "report": ("gshare.cli.report:report", "What became of runs: who was best, what was stopped, and why."),
     "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),

@@ -51,6 +51,7 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     early_exit: dict[str, Any]
     created: float  # seconds since the epoch
     configurations: list[Configuration]
+    sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
