@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from gshare.agent.errors import UsageError
+
+if TYPE_CHECKING:
+    from gshare.tui.source import Source
 
 NOT_A_TERMINAL = (
     "gshare tui needs a terminal as stdin, stdout and stderr; "
@@ -38,7 +42,8 @@ def tui(
     cluster
         The coordinator of this cluster file.
     agent
-        One node's agent: HOST:PORT, or the path of its socket or state directory.
+        One node's agent: USER@HOST[:PORT] through SSH, HOST:PORT of `gshare agent --bind`, or the path of its
+        socket or state directory.
     run
         A directory that a run writes, or one that holds several.
     replay
@@ -69,6 +74,8 @@ def tui(
     source = find_source(
         cluster=cluster, coordinator_state=state_dir, agent=agent, run=run, replay=replay, speed=speed
     )
+    if agent is not None:
+        _meet(source)
     path = default_path()
     settings, note = load(path)
     if theme is not None:
@@ -93,3 +100,15 @@ def tui(
     if recorder is not None and recorder.problem:
         print(f"gshare: {recorder.problem}", file=sys.stderr)
     return code if code is not None else app.return_code or 0
+
+
+def _meet(source: Source) -> None:
+    """Of an agent behind SSH: a new host key is asked about before the screen is taken."""
+    from gshare.tui.agent_source import AgentSource
+
+    if isinstance(source, AgentSource) and source.is_remote:
+        from gshare.coordinator.host_keys import HostKeys
+        from gshare.coordinator.main import ask_on_terminal
+
+        print(f"gshare: connecting to {source.detail}", file=sys.stderr)
+        asyncio.run(source.meet(HostKeys(ask=ask_on_terminal)))

@@ -267,6 +267,7 @@ def test_an_agent_is_watched_and_not_steered(tmp_path: Path) -> None:
         ("jetson", (None, "jetson", 7433)),
         ("jetson:22", (None, "jetson", 22)),
         ("me@jetson:22", ("me", "jetson", 22)),
+        ("me@jetson", ("me", "jetson", None)),
         ("[::1]:9", (None, "::1", 9)),
     ],
 )

@@ -26,7 +26,7 @@ from gshare.tui.recording import Recorder
 from gshare.tui.screens.adapter import AdapterView
 from gshare.tui.screens.confirm import Confirm
 from gshare.tui.screens.events import EventsView
-from gshare.tui.screens.help import Help
+from gshare.tui.screens.help import Help, keys_of
 from gshare.tui.screens.leaderboard import LeaderboardView
 from gshare.tui.screens.node import NodeView
 from gshare.tui.screens.overview import Overview
@@ -65,9 +65,9 @@ class Dashboard(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(i), f"go('{view}')", view.capitalize(), show=False) for i, view in enumerate(VIEWS, 1)),
         Binding("escape", "back", "Back", show=False),
-        Binding("p", "pause", "Pause"),
-        Binding("t", "times", "Times", show=False),
-        Binding("T", "next_theme", "Theme", show=False),
+        Binding("p", "pause", "Freeze"),
+        Binding("t", "times", "Ages or times of day", show=False),
+        Binding("T", "next_theme", "Next theme", show=False),
         Binding("w", "picture", "Screenshot", show=False),
         Binding("r", "retry", "Retry now", show=False),
         Binding("left_square_bracket", "seek(-1)", "30 s back", show=False),
@@ -198,10 +198,11 @@ class Dashboard(App[int]):
         if about or view == "adapter":
             self._views[view].about = about
         before = self._trail[-1] if self._trail else ""
-        if view in self._trail:
-            del self._trail[self._trail.index(view) + 1 :]
+        if view == VIEWS[0]:
+            self._trail = [view]
         else:
-            self._trail.append(view)
+            # Once each: what is opened from a line of the events leads back to the events.
+            self._trail = [*(one for one in self._trail if one != view), view]
         self.board.settings.view = view
         if not before:
             self.push_screen(view)
@@ -306,7 +307,7 @@ class Dashboard(App[int]):
         """Of what has the focus, of the screen, of the app: what works now."""
         groups: list[tuple[str, list[Binding]]] = []
         told: set[str] = set()
-        focused = self.focused
+        focused = self.view.focused  # a dialog or the palette may lie above it
         chain: list[tuple[str, Any]] = (
             [(f"{self.view.view.capitalize()}: {focused.id}", focused)] if focused else []
         )
@@ -332,7 +333,9 @@ class Dashboard(App[int]):
         for title, bindings in self._bindings_here():
             for one in bindings:
                 if one.action not in ("command_palette", "focus_next"):
-                    yield SystemCommand(one.description, f"{title}, key {one.key}", self._runner(one.action))
+                    yield SystemCommand(
+                        one.description, f"{title}, key {keys_of(one)}", self._runner(one.action)
+                    )
         yield SystemCommand("Choose a theme", "Everywhere", self.action_change_theme)
 
     def _runner(self, action: str) -> Callable[[], None]:
@@ -340,7 +343,7 @@ class Dashboard(App[int]):
             namespace = next(
                 (
                     owner
-                    for owner in (self.focused, self.view, self)
+                    for owner in (self.view.focused, self.view, self)
                     if owner is not None and hasattr(owner, f"action_{action.partition('(')[0]}")
                 ),
                 self,
