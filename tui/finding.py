@@ -83,14 +83,14 @@ def _nearer(coordinator_state: Path | None, agent_state: Path | None, kind: str)
     from gshare.coordinator.api_client import SOCKET, connect_coordinator, default_state_dir
 
     directory = coordinator_state or default_state_dir()
-    if (directory / SOCKET).exists():
+    if kind != "coordinator" and (directory / SOCKET).exists():
         with contextlib.suppress(GshareError):
             connect_coordinator(directory).close()
             from gshare.tui.coordinator_source import CoordinatorSource
 
             return CoordinatorSource(directory)
     socket = (agent_state or default_agent_dir()) / "socket"
-    if kind != "agent" and socket.exists():
+    if kind not in ("coordinator", "agent") and socket.exists():
         with contextlib.suppress(GshareError):
             connect_agent(socket).close()
             from gshare.tui.agent_source import AgentSource

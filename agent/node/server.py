@@ -400,7 +400,7 @@ class NodeServer:
         assert connection.hello is not None  # it comes before any request
         for id in request.reservations:
             if id not in failed:
-                self.say("info", f"{shorten(connection.hello.client)} ended the hold {shorten(id)}")
+                self.say("info", f"{connection.hello.client} ended the hold {id}")
         return protocol.LeasesEnded(reply_to=request.id, failed=failed)
 
     async def _drain_node(self, connection: Connection, request: protocol.DrainNode) -> msgspec.Struct:
