@@ -87,7 +87,7 @@ def tui(
         recorder = None
         if record is not None:
             recorder = stack.enter_context(Recorder(record, time.time(), source.title))
-        notes = [note] if note else []
+        notes = [one for one in (note, getattr(source, "note", "")) if one]
         app = make_app(
             source, settings, recorder=recorder, read_only=read_only, settings_path=path, notes=notes
         )
