@@ -50,11 +50,15 @@ class Terminal:
         return done.stdout
 
     def start(self, size: tuple[int, int], *arguments: str) -> None:
+        self.tmux("new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), self._line(arguments))
+
+    def start_again(self, *arguments: str) -> None:
+        """In the same pane, in the place of what runs there."""
+        self.tmux("respawn-pane", "-k", f"clear; {self._line(arguments)}")
+
+    def _line(self, arguments: tuple[str, ...]) -> str:
         command = [sys.executable, "-m", "gshare.cli.main", "tui", *arguments]
-        line = " ".join(f"'{part}'" for part in command)
-        self.tmux(
-            "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), f"{line}; echo EXIT $?; sleep 600"
-        )
+        return f"{' '.join(repr(part) for part in command)}; echo EXIT $?; sleep 600"
 
     @property
     def text(self) -> str:
@@ -118,11 +122,7 @@ def test_a_recording_is_made_played_sought_and_told_when_it_is_cut_or_damaged(te
     terminal.keys("q")
     terminal.until(lambda text: "EXIT 0" in text, "the end of the recording")
 
-    def replay(file: Path, *arguments: str) -> None:
-        terminal.tmux("kill-server")
-        terminal.start((100, 30), "--replay", str(file), *arguments)
-
-    replay(made, "--speed", "1000")
+    terminal.start_again("--replay", str(made), "--speed", "1000")
     terminal.until(lambda text: "ended" in text and "×1000" in text and "1.750" in text, "the replay's end")
     terminal.keys("p", "[")
     terminal.until(lambda text: "‖ 0:00 /" in text and "1.750" not in text, "its beginning")
@@ -132,12 +132,12 @@ def test_a_recording_is_made_played_sought_and_told_when_it_is_cut_or_damaged(te
     terminal.until(lambda text: "EXIT 0" in text, "the end")
 
     cut.write_bytes(made.read_bytes()[:-3])
-    replay(cut)
+    terminal.start_again("--replay", str(cut))
     terminal.until(lambda text: "cut.gshare ends in the middle of a chunk" in text, "the word about the cut")
     data = bytearray(made.read_bytes())
     data[-3] ^= 1
     cut.write_bytes(data)
-    replay(cut)
+    terminal.start_again("--replay", str(cut))
     text = terminal.until(lambda text: "EXIT 2" in text, "the refusal")
     assert text.startswith("gshare: --replay ")
     assert "wrong checksum\nEXIT 2" in text
