@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gshare.agent.errors import GshareError
 from gshare.tui.app import Dashboard, make_app
 from gshare.tui.frames import NodeState
 from gshare.tui.recording import Recording
@@ -117,4 +118,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except GshareError as error:
+        print(f"make.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
