@@ -218,6 +218,8 @@ def test_who_opens_it_first_and_submits_afterwards_sees_the_cluster(tmp_path: Pa
                 await w.until(lambda: source.kind == "coordinator" and w.live and "a" in w.state.nodes)
                 assert not machine & w.state.nodes.keys()  # nothing of the machine is left
                 assert "stop" in source.can
+                told = "a coordinator runs here now and is shown instead of this machine"
+                assert told in [entry.text for entry in w.state.entries]
                 await it.submit("one")
                 await w.until(lambda: "one" in w.state.jobs)
             assert source.kind == "coordinator"

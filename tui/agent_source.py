@@ -85,9 +85,8 @@ class AgentSource(ConnectedSource):
         try:
             stream = await self._open()
         except NodeFault as fault:
-            if self.was_live or fault.transient:
-                raise
-            raise Hopeless(str(fault)) from None
+            text = str(fault) if self._remote else fault.text
+            raise (GshareError if self.was_live or fault.transient else Hopeless)(text) from None
         try:
             link = await AgentLink.open(stream, client="gshare tui", on_event=self._take)
         except LinkRefused as error:

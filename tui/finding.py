@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def find_source(
     speed: float = 1.0,
 ) -> Source:
     """The one that was named; else the coordinator, else the agent, else this machine with its trainers, and
-    what is nearer once it runs.
+    the coordinator as soon as one runs.
 
     `cluster` names a cluster file: its coordinator is waited for if it does not run. `agent`: `HOST:PORT`, or
     the path of an agent's state directory or socket. The `…_state`: directories other than the default ones.
@@ -65,35 +64,37 @@ def _agent(text: str) -> Source:
 
 
 def _nearest(coordinator_state: Path | None, agent_state: Path | None) -> Source:
-    from gshare.coordinator.api_client import connect_coordinator
-    from gshare.tui.local_source import LocalSource
+    from gshare.agent.node.bridge import connect_agent
+    from gshare.agent.node.state_dir import default_state_dir as default_agent_dir
+    from gshare.coordinator.api_client import connect_coordinator, default_state_dir
     from gshare.tui.nearest_source import NearestSource
 
     if coordinator_state is not None:
         connect_coordinator(coordinator_state).close()  # it was named: without it there is nothing to show
-    look = partial(_nearer, coordinator_state, agent_state)
-    first = look("") or LocalSource()
-    return first if first.kind == "coordinator" else NearestSource(first, look)
-
-
-def _nearer(coordinator_state: Path | None, agent_state: Path | None, kind: str) -> Source | None:
-    """What runs here and is nearer than a source of that kind."""
-    from gshare.agent.node.bridge import connect_agent
-    from gshare.agent.node.state_dir import default_state_dir as default_agent_dir
-    from gshare.coordinator.api_client import SOCKET, connect_coordinator, default_state_dir
-
     directory = coordinator_state or default_state_dir()
-    if kind != "coordinator" and (directory / SOCKET).exists():
-        with contextlib.suppress(GshareError):
-            connect_coordinator(directory).close()
-            from gshare.tui.coordinator_source import CoordinatorSource
-
-            return CoordinatorSource(directory)
+    if (source := _coordinator(directory)) is not None:
+        return source
     socket = (agent_state or default_agent_dir()) / "socket"
-    if kind not in ("coordinator", "agent") and socket.exists():
-        with contextlib.suppress(GshareError):
-            connect_agent(socket).close()
-            from gshare.tui.agent_source import AgentSource
+    try:
+        connect_agent(socket).close()
+    except GshareError:
+        from gshare.tui.local_source import LocalSource
 
-            return AgentSource(socket)
-    return None
+        return NearestSource(LocalSource(), partial(_coordinator, directory))
+    from gshare.tui.agent_source import AgentSource
+
+    return NearestSource(AgentSource(socket), partial(_coordinator, directory))
+
+
+def _coordinator(directory: Path) -> Source | None:
+    """Of that state directory, if it runs."""
+    from gshare.coordinator.api_client import SOCKET, connect_coordinator
+    from gshare.tui.coordinator_source import CoordinatorSource
+
+    if not (directory / SOCKET).exists():
+        return None
+    try:
+        connect_coordinator(directory).close()
+    except GshareError:
+        return None
+    return CoordinatorSource(directory)

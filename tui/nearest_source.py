@@ -1,6 +1,7 @@
-"""Without a flag: the nearest thing that runs, and what is nearer once it does.
+"""Without a flag: this machine or its agent, and the coordinator as soon as one runs.
 
-Who opens the dashboard first and submits afterwards sees the cluster without starting it again.
+Who opens the dashboard first and submits afterwards sees the cluster without starting it again. An agent that
+starts takes nothing's place: it does not know of what `gshare finetune` trains here.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ LOOK_SECONDS = 1.0
 
 
 class NearestSource(SourceBase):
-    """`nearer`: a source that is to be shown instead of the present one, by its `kind`; None: there is none.
+    """`first` until `look` finds a source; that one stays, and is waited for when it is lost."""
 
-    Goes to what is nearer only: one that is lost later is waited for.
-    """
-
-    def __init__(self, first: Source, nearer: Callable[[str], Source | None]) -> None:
+    def __init__(self, first: Source, look: Callable[[], Source | None]) -> None:
         self._source = first
-        self._nearer = nearer
+        self._look = look
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -42,29 +40,27 @@ class NearestSource(SourceBase):
         return self._source.can
 
     async def run(self, emit: Emit) -> None:
-        while True:
-            running = asyncio.create_task(self._source.run(emit))
-            looking = asyncio.create_task(self._look())
-            try:
-                await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
-                if running.done():
-                    return running.result()
-                before, after = self._source, looking.result()
-            finally:
-                for task in (running, looking):
-                    task.cancel()
-                await asyncio.gather(running, looking, return_exceptions=True)
-            now = time.time()
-            emit(Reset(time=now, received=now))
-            text = f"{after.title} runs here now and is shown instead of {before.title}"
-            emit(Message(time=now, received=now, level="info", kind="source", text=text))
-            self._source = after
+        running = asyncio.create_task(self._source.run(emit))
+        looking = asyncio.create_task(self._found())
+        try:
+            await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            before, self._source = self._source, looking.result()
+        finally:
+            for task in (running, looking):
+                task.cancel()
+            await asyncio.gather(running, looking, return_exceptions=True)
+        now = time.time()
+        emit(Reset(time=now, received=now))
+        text = f"a {self.kind} runs here now and is shown instead of {before.title}"
+        emit(Message(time=now, received=now, level="info", kind="source", text=text))
+        await self._source.run(emit)
 
-    async def _look(self) -> Source:
-        while True:
-            if (found := self._nearer(self.kind)) is not None:
-                return found
+    async def _found(self) -> Source:
+        while (found := self._look()) is None:
             await asyncio.sleep(LOOK_SECONDS)
+        return found
 
     # --- requests of the app
 
