@@ -194,7 +194,9 @@ def _own_config(
         assert plan is not None, "GPUs that are named are found or refused"
         if plan.note:
             console.print(Text(f"warning: {plan.note}"))
-        estimate = partial(run_estimate, run, Path(theirs.model_dir), [request], on_gpu=True)
+        estimate = partial(
+            run_estimate, run, Path(theirs.model_dir), [request], on_gpu=True, cards=plan.cards
+        )
         gpu = request_gpu(plan, estimate, f"clone {request.spec.name}", shared=True)
         console.print(Text(budget_line(plan, gpu, estimate)))
     elif flags != _NO_FLAGS:
