@@ -22,6 +22,7 @@ memory that stays where it is, so that a captured CUDA graph serves every pass o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -128,6 +129,7 @@ class PassTables:
         on_device = self.staging.device
         self.blocks, self.granules = on_device["blocks"], on_device["granules"]
         self.spans, self.scales, self.fresh = on_device["spans"], on_device["scales"], on_device["fresh"]
+        self.rows: torch.Tensor | None = None
         self.groups: list[GroupTable] = []
         first = 0
         for group in groups:
@@ -136,6 +138,16 @@ class PassTables:
             self.groups.append(GroupTable(group, columns, matrices))
             first += group.linears
         self.refresh([])
+
+    def over(self, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> PassTables:
+        """The same adapters over other rows of x and y, which `blocks` (n, 3) int32 lays out.
+
+        rows (T,) int32: the row of each token that the granules count, −1 where it has none; its dy is taken
+        for zero then. Left out: the rows are the tokens' own.
+        """
+        view = copy(self)
+        view.blocks, view.max_blocks, view.rows = blocks, blocks.shape[0], rows
+        return view
 
     def refresh(self, adapters: Sequence[PassAdapter], fresh: Sequence[bool] = ()) -> None:
         """`lay_out` and `upload`."""
