@@ -91,6 +91,11 @@ class GroupTable:
     matrices: torch.Tensor
 
 
+def row_blocks(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """`blocks` of adapters that own these rows, (first, end) each; an adapter may have none."""
+    return [(i, t, end) for i, (start, end) in enumerate(ranges) for t in range(start, end, BLOCK_T)]
+
+
 class PassTables:
     """The tables of a pass, laid out on the host and uploaded into the same memory.
 
@@ -187,7 +192,7 @@ class PassTables:
 
     def _tiles(self, adapters: Sequence[PassAdapter]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Blocks, granules and spans; ValueError when they do not fit."""
-        blocks: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int]] = []
         granules: list[tuple[int, int]] = []
         spans, last_token, sequences = [0], 0, 0
         for i, adapter in enumerate(adapters):
@@ -198,9 +203,10 @@ class PassTables:
                 assert first == last_token < stop, f"adapter {i}: its sequences do not tile its tokens"
                 granules += [(t, stop) for t in range(first, stop, BLOCK_T)]
                 last_token = stop
-            blocks += [(i, t, end) for t in range(start, end, BLOCK_T)]
+            ranges.append((start, end))
             spans.append(len(granules))
             sequences += len(adapter.sequences)
+        blocks = row_blocks(ranges)
         for what, count, most in (
             ("adapters", len(adapters), self.max_adapters),
             ("sequences", sequences, self.max_sequences),

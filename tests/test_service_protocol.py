@@ -31,7 +31,7 @@ FROZEN = {
 FROZEN_EVENTS = {
     "job": "job state step total_steps reason last",  # last: added; who does not know it ignores it
     "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds "
-    "adapters_in_pass",
+    "adapters_in_pass trunk_shared",  # trunk_shared: added; who does not know it ignores it
     "eval": "job step val_loss label_tokens best",
     "checkpoint": "job step path",
     "message": "level text job",

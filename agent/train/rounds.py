@@ -21,6 +21,7 @@ from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.checkpointing import CUT_FIRST
 from gshare.agent.train.engine import Engine, Losses, Part, Row, Verdict, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
+from gshare.agent.train.trunk import TrunkUse
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class StepOutcome:
     loss: float = float("nan")
     grad_norm: float = float("nan")
     adapters_in_pass: int = 1
+    trunk: TrunkUse = TrunkUse()  # of the passes that it was in
     error: Exception | None = None
     committed: bool = False  # the engine has made the update, if loss and norm are finite
     weights_finite: bool = True  # after an update that the engine made
@@ -96,6 +98,26 @@ def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
         if current:
             passes.append(current)
     return passes
+
+
+def evaluation_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
+    """The passes of an evaluation: the first row of every adapter, then the second of each, up to
+    `max_tokens` a pass, so that adapters with the same rows have them in the same pass."""
+    turns = [
+        (i, w) for i in range(max((len(w.micro_batches[0]) for w in work), default=0)) for w in work
+    ]
+    passes: list[dict[str, tuple[StepWork, list[Row]]]] = []
+    used = max_tokens
+    for i, w in turns:
+        if i >= len(w.micro_batches[0]):
+            continue
+        row = w.micro_batches[0][i]
+        if used + len(row.tokens) > max_tokens:
+            passes.append({})
+            used = 0
+        passes[-1].setdefault(w.adapter.name, (w, []))[1].append(row)
+        used += len(row.tokens)
+    return [[Part(w.adapter, rows, w.step, 1) for w, rows in one.values()] for one in passes]
 
 
 class Rounds:
@@ -219,7 +241,7 @@ class Rounds:
         """Mean validation loss of each adapter over its rows, fused; NaN when not finite."""
         as_steps = [StepWork(adapter, 0, [rows]) for adapter, rows in work]
         while True:
-            passes = split_passes(as_steps, self.max_tokens)
+            passes = evaluation_passes(as_steps, self.max_tokens)
             losses: dict[str, list[float]] = {adapter.name: [] for adapter, _ in work}
             try:
                 for parts in passes:
@@ -247,6 +269,7 @@ def _read(started: Round) -> list[StepOutcome]:
             outcome = outcomes[part.adapter.name]
             outcome.losses += losses
             outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
+            outcome.trunk += running.trunk
     for w, verdict in zip(started.work, started.verdicts(), strict=True):
         outcome = outcomes[w.adapter.name]
         outcome.loss = mean_loss(outcome.losses, w.label_tokens)

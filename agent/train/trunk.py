@@ -5,8 +5,8 @@
 Below a job's lowest adapted layer a sequence's hidden states depend on its tokens and the base alone, so rows
 of the same content run once, whoever's they are: below the lowest layer of the whole pass in the *trunk*,
 above it as shared rows of a *stage*. A stage begins wherever a job's adapter does; there its rows come into
-being, copies of the shared ones. Jobs are sorted by that layer, so the rows of a stage's own jobs come first in
-every later stage too. Nothing is declared: equality is found by content, and changes no bits (NUMERICS.md).
+being, copies of the shared ones. Jobs are sorted by that layer, so the rows of a stage's own jobs come first
+in every later stage too. Nothing is declared: equality is found by content, and changes no bits (NUMERICS.md).
 """
 
 from __future__ import annotations
