@@ -35,8 +35,9 @@ from gshare.agent.train.device_pass import (
     TrunkShape,
     matrix_table,
 )
-from gshare.agent.train.engine import Engine, Part, Verdict
-from gshare.agent.train.trunk import PassPlan, TrunkUse, starts_of
+from gshare.agent.train.engine import Engine, Part, Row, Verdict
+from gshare.agent.train.trunk import PassPlan, TrunkUse
+from gshare.agent.train.trunk_cache import fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
@@ -93,10 +94,11 @@ class Pending:
     plan: PassPlan
     counts: Sequence[int]
     nll: Fetched
+    kept: int = 0  # tokens of the trunk whose states were there already
 
     @property
     def trunk(self) -> TrunkUse:
-        return self.plan.use()
+        return self.plan.use(self.kept)
 
     def losses(self) -> list[list[float]]:
         flat = self.nll.read()[0].tolist()
@@ -184,8 +186,10 @@ class DeviceEngine(Engine):
         plan, entry, optimizer = prepared.plan, prepared.entry, self.optimizer
         names, buffers = [part.adapter.name for part in plan.parts], entry.buffers
         assert isinstance(buffers, PassBuffers)
+        kept = 0
         if plan.trunk:
-            self._run_trunk(plan)
+            self._reserve_states(sum(len(row.tokens) for row in plan.trunk))
+            kept = fill_states(self.cache, plan, self._states, self._run_rows)
         entry.version += 1
         buffers.upload(
             prepared.counts,
@@ -195,20 +199,24 @@ class DeviceEngine(Engine):
         nll = self._run(entry, lambda: self._launch(buffers, training))
         if training:
             optimizer.passed(names)
-        return Pending(plan, prepared.counts, self._readback.fetch(nll))
+        return Pending(plan, prepared.counts, self._readback.fetch(nll), kept)
 
-    def _run_trunk(self, plan: PassPlan) -> None:
-        """The states below the pass's first layer into `_states`, row after row of the plan's trunk."""
-        shape = TrunkShape.of(plan.trunk, plan.stages[0].first)
-        if len(self._states) <= shape.tokens:
-            rows = 1 << shape.tokens.bit_length()
-            self._states = torch.zeros(
-                rows, *self._states.shape[1:], dtype=self._states.dtype, device=self.base.device
-            )
+    def _reserve_states(self, tokens: int) -> None:
+        """Room in `_states` for so many tokens, and the row past them."""
+        if len(self._states) <= tokens:
+            hidden, dtype = self._states.shape[1], self._states.dtype
+            # Zeros: padding of the pass above gathers row 0.
+            self._states = torch.zeros(1 << tokens.bit_length(), hidden, dtype=dtype, device=self.base.device)
+
+    def _run_rows(
+        self, rows: Sequence[Row], layers: int, states: torch.Tensor, places: Sequence[int]
+    ) -> None:
+        assert states is self._states
+        shape = TrunkShape.of(rows, layers)
         entry = self._entry((shape, False), lambda: TrunkBuffers(shape, self.base.device))
         buffers = entry.buffers
         assert isinstance(buffers, TrunkBuffers)
-        buffers.upload(plan.trunk, starts_of(plan.trunk)[:-1], len(self._states) - 1)
+        buffers.upload(rows, places, len(states) - 1)
         self._run(entry, lambda: self._launch_trunk(buffers))
 
     def _run(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> torch.Tensor:

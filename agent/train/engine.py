@@ -24,6 +24,7 @@ from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
 from gshare.agent.train.trunk import PassPlan, StagePlan, TrunkUse, gathered, starts_of
+from gshare.agent.train.trunk_cache import TrunkCache, fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout import keep_mask, keep_scale
 from gshare.kernels.layout import KeepMask, Layout, LoraSlot
@@ -199,11 +200,15 @@ class Engine:
         self.checkpointing = False
         #: Rows of the same content run once below the adapters; never changes bits. False is for measuring.
         self.share_trunk = True
+        #: Trunk states of earlier passes; None: they are made anew every time. Never changes bits.
+        self.cache: TrunkCache | None = None
         self.passes = 0
         self.most_adapters = 0
 
     def new_adapter(self, name: str, spec: AdapterSpec) -> Adapter:
         """An adapter with its initial weights, in a slot of the arena."""
+        if self.cache is not None:
+            self.cache.age()
         return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config))
 
     def begin_round(self, adapters: Sequence[Adapter]) -> None:
@@ -237,7 +242,7 @@ class Engine:
     def _forward_backward(self, parts: Sequence[Part]) -> Done:
         self._count(parts)
         plan = PassPlan.of(parts, share=self.share_trunk)
-        x, stages, needed, labels = self._lay_out(plan, training=True)
+        x, kept_tokens, stages, needed, labels = self._lay_out(plan, training=True)
         checkpoint = self.checkpointing or any(p.adapter.spec.gradient_checkpointing for p in parts)
         x_rows, kept = self.decoder.forward(x, stages, needed=needed, keep=True, checkpoint=checkpoint)
         del x
@@ -254,14 +259,14 @@ class Engine:
         assert dh is not None
         dx = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
         self.decoder.backward(dx, kept, stages, needed=needed)
-        return Done(plan.in_order(_split(nll, labels.counts)), plan.use())
+        return Done(plan.in_order(_split(nll, labels.counts)), plan.use(kept_tokens))
 
     @torch.no_grad()
     def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
         """Each part's token losses, without dropout, gradients or kept activations."""
         self._count(parts)
         plan = PassPlan.of(parts, share=self.share_trunk)
-        x, stages, needed, labels = self._lay_out(plan, training=False)
+        x, _, stages, needed, labels = self._lay_out(plan, training=False)
         h, _ = self.decoder.final_norm(self.decoder.forward(x, stages, needed=needed)[0])
         nll, _ = self.backend.cross_entropy(h, self.base.lm_head.dense(), labels.targets, None)
         return plan.in_order(_split(nll, labels.counts))
@@ -274,23 +279,37 @@ class Engine:
         self.passes += 1
         self.most_adapters = max(self.most_adapters, len(parts))
 
-    def _lay_out(self, plan: PassPlan, *, training: bool) -> tuple[torch.Tensor, list[Stage], Needed, Labels]:
-        """What the decoder is given of a pass: its input, its stages, the rows that its losses read."""
+    def _lay_out(
+        self, plan: PassPlan, *, training: bool
+    ) -> tuple[torch.Tensor, int, list[Stage], Needed, Labels]:
+        """What the decoder is given of a pass: its input (and how many tokens of that were kept from earlier
+        passes), its stages, the rows that its losses read."""
         whole = self._layout(plan.stages[-1].rows)
         lora = PassLora(plan.parts, whole.sequences, training=training)
         labels = self._labels(plan)
         ends = accumulate((len(places) for places, _ in labels.places), initial=0)
         at_labels = PassLora(plan.parts, list(pairwise(ends)), training=training, places=labels.places)
         needed = Needed(labels.rows, labels.rows, whole.tokens, at_labels)
+        kept_tokens = 0
         if plan.trunk:
-            x = self.decoder.trunk(self._tokens(plan.trunk), self._layout(plan.trunk), plan.stages[0].first)
+            base, tokens = self.base, sum(len(row.tokens) for row in plan.trunk)
+            x = torch.empty(tokens, base.config.hidden_size, dtype=base.compute_dtype, device=base.device)
+            kept_tokens = fill_states(self.cache, plan, x, self._run_rows)
         else:
             x = self.decoder.embed(self._tokens(plan.stages[0].rows))
         befores = [plan.trunk, *(stage.rows for stage in plan.stages)]
         stages = [
             self._stage(stage, before, lora) for stage, before in zip(plan.stages, befores, strict=False)
         ]
-        return x, stages, needed, labels
+        return x, kept_tokens, stages, needed, labels
+
+    def _run_rows(
+        self, rows: Sequence[Row], layers: int, states: torch.Tensor, places: Sequence[int]
+    ) -> None:
+        """Run rows through the trunk; their states go to `states`, each row's from its place on."""
+        x = self.decoder.trunk(self._tokens(rows), self._layout(rows), layers)
+        for row, place, start in zip(rows, places, starts_of(rows), strict=False):
+            states[place : place + len(row.tokens)] = x[start : start + len(row.tokens)]
 
     def _stage(self, stage: StagePlan, before: Sequence[Row], lora: PassLora) -> Stage:
         gather = None

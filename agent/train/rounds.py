@@ -53,7 +53,7 @@ class StepOutcome:
     loss: float = float("nan")
     grad_norm: float = float("nan")
     adapters_in_pass: int = 1
-    trunk: TrunkUse = TrunkUse()  # of the passes that it was in
+    trunk: TrunkUse = field(default_factory=TrunkUse)  # of the passes that it was in
     error: Exception | None = None
     committed: bool = False  # the engine has made the update, if loss and norm are finite
     weights_finite: bool = True  # after an update that the engine made
@@ -103,9 +103,7 @@ def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
 def evaluation_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
     """The passes of an evaluation: the first row of every adapter, then the second of each, up to
     `max_tokens` a pass, so that adapters with the same rows have them in the same pass."""
-    turns = [
-        (i, w) for i in range(max((len(w.micro_batches[0]) for w in work), default=0)) for w in work
-    ]
+    turns = [(i, w) for i in range(max((len(w.micro_batches[0]) for w in work), default=0)) for w in work]
     passes: list[dict[str, tuple[StepWork, list[Row]]]] = []
     used = max_tokens
     for i, w in turns:
@@ -188,6 +186,8 @@ class Rounds:
         """Let the next attempt need less, or have more; raises when neither can be done, or help."""
         if not is_out_of_memory(error):
             raise error
+        if self._dropped_states():
+            return
         largest = max(sum(part.tokens for part in one) for one in passes)
         single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
         if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
@@ -201,6 +201,15 @@ class Rounds:
                 f"out of memory with one row of {largest} tokens in the pass and activations "
                 "recomputed; lower max_length"
             ) from error
+
+    def _dropped_states(self) -> bool:
+        """Whether memory was got by forgetting trunk states, which no bit depends on."""
+        cache = self.engine.cache
+        freed = cache.give_up_device() if cache is not None else 0
+        if freed:
+            log.warning("out of memory; %d MiB of cached trunk states are dropped", freed >> 20)
+            self._empty_cache()
+        return freed > 0
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> bool:
         """Commit one adapter's step; whether all its weights are numbers then.
@@ -252,6 +261,8 @@ class Rounds:
                 single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
                 if not is_out_of_memory(error):
                     raise
+                if self._dropped_states():
+                    continue
                 if single:
                     if self.more_memory():
                         continue

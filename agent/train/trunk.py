@@ -6,7 +6,7 @@ Below a job's lowest adapted layer a sequence's hidden states depend on its toke
 of the same content run once, whoever's they are: below the lowest layer of the whole pass in the *trunk*,
 above it as shared rows of a *stage*. A stage begins wherever a job's adapter does; there its rows come into
 being, copies of the shared ones. Jobs are sorted by that layer, so the rows of a stage's own jobs come first
-in every later stage too. Nothing is declared: equality is found by content, and changes no bits (NUMERICS.md).
+in every later stage too. Nothing is declared: equality is found by content. It changes no bits (NUMERICS.md).
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class PassPlan:
             owned, at = len(own), {key: len(own) + i for i, key in enumerate(shared)}
         return cls(ordered, tuple(order), tuple(trunk.values()), tuple(stages))
 
-    def use(self) -> TrunkUse:
-        """Of a pass that runs its whole trunk."""
+    def use(self, kept: int = 0) -> TrunkUse:
+        """`kept`: tokens of the trunk whose states were there already."""
         asked = sum(part.tokens * part.adapter.lowest_layer for part in self.parts)
         ends = [stage.first for stage in self.stages[1:]]
-        computed = sum(len(row.tokens) for row in self.trunk) * self.stages[0].first
+        computed = (sum(len(row.tokens) for row in self.trunk) - kept) * self.stages[0].first
         for stage, end in zip(self.stages, ends, strict=False):
             computed += stage.shared_tokens * (end - stage.first)
         return TrunkUse(asked, computed)
