@@ -27,7 +27,7 @@ from gshare.kernels.triton_backend import TritonBackend
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LAYERS = 3
-#: The interpreter takes a second a launch of a longer pass: there fewer jobs, which begin at layers 0, 1 and 2.
+#: The interpreter takes a second a launch of a longer pass: there fewer jobs, from layers 0, 1 and 2 on.
 COHORT = [
     one
     for one in cohort(LAYERS - 1, (5, 90) if CUDA else (5, 20))
