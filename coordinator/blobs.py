@@ -153,4 +153,6 @@ def path_fault(name: str) -> str | None:
         return "is not relative"
     if any(part in ("", ".", "..") for part in name.split("/")):
         return "has an empty part, '.' or '..'"
+    if any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in name.split("/")):
+        return "has a part that no file system can hold"
     return None

@@ -38,7 +38,7 @@ from gshare.agent.node.protocol import (
     ReleaseBundle,
     StopAttempts,
 )
-from gshare.agent.service.wire import encode
+from gshare.agent.service.wire import WireError, encode
 from gshare.coordinator import events
 from gshare.coordinator.actions import CheckBest, ClusterAction, Ended, Say
 from gshare.coordinator.api import ApiServer, EventRing
@@ -59,6 +59,7 @@ from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
 from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
+from gshare.coordinator.heard import checked_attempts
 from gshare.coordinator.home import Home
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
@@ -455,7 +456,7 @@ class Coordinator:
 
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
         self.heard[node] = time.monotonic()
-        mine = tuple(status for status in attempts if status.owner == self.store.owner)
+        mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
         self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
 
@@ -465,11 +466,23 @@ class Coordinator:
 
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
         before = self._listed.get(node, {})
-        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self.store.owner}
+        mine = {(s.job, s.attempt): s for s in self._mine(attempts)}
         self._listed[node] = mine
         for key, status in mine.items():
             if status != before.get(key):
                 self.feed(events.AttemptChanged(node=node, status=status))
+
+    def _mine(self, attempts: list[AttemptStatus]) -> list[AttemptStatus]:
+        """Those of this store. LinkGone: what no agent says."""
+
+        def known(job: str) -> int:
+            record = self.cluster.jobs.get(job)
+            return max(record.attempt, record.floor) if record is not None else 0
+
+        try:
+            return checked_attempts([s for s in attempts if s.owner == self.store.owner], known)
+        except WireError as error:
+            raise LinkGone(f"what the agent sent is not the protocol: {error}") from None
 
     def down(self, node: str, reason: str) -> None:
         self.feed(events.NodeDown(node=node, reason=reason))
