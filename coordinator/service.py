@@ -56,7 +56,7 @@ from gshare.coordinator.api_protocol import (
 )
 from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
-from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
+from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster, same_agent
 from gshare.coordinator.expecting import Expecting
 from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
 from gshare.coordinator.heard import checked_attempts
@@ -453,6 +453,14 @@ class Coordinator:
     def deploying(self, node: str, text: str) -> None:
         self._tell("info", f"{node}: {text}")
         self.feed(events.NodeDeploying(node=node, text=text))
+
+    def greeted(self, node: str, hello: NodeHello) -> None:
+        """LinkRefused: another node's agent is the same one. Each would stop the other's attempts."""
+        for name, session in self.sessions.items():
+            if name == node or session.link is None or session.hello is None:
+                continue
+            if session.hello.agent_id == hello.agent_id:
+                raise LinkRefused(same_agent(name), retry=True)
 
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
         self.heard[node] = time.monotonic()
