@@ -142,6 +142,7 @@ class Coordinator:
         }
         #: What each node said last of its attempts: what is the same is not handled (and written) again.
         self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
+        self._untidy = ""  # what was told last of why something could not be removed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
 
@@ -331,7 +332,13 @@ class Coordinator:
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
                 checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
-        self.home.collect(checkpoints, unplaced, expecting=expecting)
+        try:
+            self.home.collect(checkpoints, unplaced, expecting=expecting)
+        except OSError as error:  # room is lost, nothing else: no reason to end
+            if str(error) != self._untidy:
+                self._untidy = str(error)
+                where = error.filename or self.store.state_dir
+                self.say("warning", f"what nobody needs stays: {where}: {error.strerror}; see to it there")
 
     # --- nodes
 
