@@ -36,6 +36,7 @@ from gshare.coordinator.api_protocol import (
     JobEvent,
     JobMoved,
 )
+from gshare.coordinator.heard import check_numbers
 from gshare.coordinator.link import StreamPair
 from gshare.coordinator.tasks import end_tasks
 
@@ -168,7 +169,7 @@ class ApiServer:
             if not data:
                 return
             messages = frames.feed(data)
-        hello = convert(messages[0], FromApiClient)
+        hello = _converted(messages[0])
         if isinstance(hello, DialIn):
             if len(messages) > 1:
                 raise WireError("a frame after DialIn: the agent waits for a hello there")
@@ -218,7 +219,7 @@ class ApiServer:
             await end_tasks((reading, writing))
 
     async def _take(self, client: _Client, message: dict[str, object]) -> None:
-        request = convert(message, FromApiClient)
+        request = _converted(message)
         if isinstance(request, ApiHello | DialIn):
             raise WireError("a second hello")
         if len(client.replies) >= MAX_REPLIES:
@@ -240,9 +241,14 @@ class ApiServer:
         except Exception as error:  # a mistake of ours: the client is told, the coordinator lives on
             reason = f"the coordinator failed at this: {type(error).__name__}: {error}"
             reply = ApiRefused(reply_to=request.id, reason=reason, exit_code=EXIT_FAILURE)
-        self._reply(client, reply)
+        try:
+            self._reply(client, reply)
+        except WireError as error:
+            reason = f"the answer is too large: {error}"
+            self._reply(client, ApiRefused(reply_to=request.id, reason=reason, exit_code=EXIT_FAILURE))
 
     def _reply(self, client: _Client, reply: msgspec.Struct) -> None:
+        """WireError: it fits into no frame."""
         client.replies.append(encode(reply))
         client.wake.set()
 
@@ -286,3 +292,9 @@ class ApiServer:
             gap=after < ring.first_seq - 1,
             last_seq=ring.last_seq,
         )
+
+
+def _converted(message: dict[str, object]) -> FromApiClient:
+    """WireError: it is no message, or holds a number that neither store nor node could take."""
+    check_numbers(message)
+    return convert(message, FromApiClient)

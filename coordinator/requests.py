@@ -57,6 +57,7 @@ from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read
 from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
+from gshare.coordinator.submission_rules import check_submission, directory_fault
 
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
@@ -110,11 +111,8 @@ class Requests:
         return Reloaded(reply_to=request.id, nodes=self._it.reload())
 
     def _submit(self, request: SubmitToCluster) -> Submitted:
-        if not request.jobs:
-            raise UsageError("a submission without a job")
+        check_submission(request)
         facts = [facts_of(order, request.submission) for order in orders_of(request)]
-        if len({fact.name for fact in facts}) < len(facts):
-            raise UsageError("two jobs of one name in a submission")
         taken = self._outputs()
         for fact, job in zip(facts, request.jobs, strict=True):
             fault = self._it.cluster.submit_fault(fact)
@@ -294,6 +292,8 @@ class Requests:
         return JobLog(reply_to=request.id, node=node, text=text.text)
 
     def _evaluations(self, request: ReadEvaluations) -> JobEvaluations:
+        if request.newest < 0:
+            raise UsageError(f"newest: must be 0 or more, not {request.newest}")
         names = [self._job(name).facts.name for name in request.jobs] or list(self._it.cluster.jobs)
         found: dict[str, list[tuple[int, float]]] = {}
         left = MAX_EVALUATIONS
@@ -325,9 +325,9 @@ class Requests:
     async def _fetch(self, request: FetchJob) -> Fetched:
         """From the node; a checkpoint that is at home already, from there when the node is away."""
         job = self._job(request.job)
+        if fault := directory_fault(request.directory):
+            raise UsageError(fault)
         directory = Path(request.directory)
-        if not directory.is_absolute():
-            raise UsageError(f"{shorten(request.directory)} must be an absolute path")
         if directory.exists() and any(directory.iterdir()):
             raise UsageError(f"{directory} is not empty; choose a new directory")
         home = self._it.home

@@ -136,7 +136,8 @@ class Attempts:
                 self._run(attempt, None)
 
     async def start(self, owner: str, request: StartAttempt) -> None:
-        """Accepts the attempt, again if it was. UsageError, DiskFull or RetryLater: why not."""
+        """Accepts the attempt, again if it was. UsageError: nobody can run it; DiskFull or RetryLater: why it
+        cannot be this one, here, now."""
         async with self._changing:
             total = check_start(request)
             key = (owner, request.job, request.attempt)
@@ -144,7 +145,7 @@ class Attempts:
                 return
             highest = self._fences.highest(owner, request.job)
             if request.attempt <= highest:
-                raise UsageError(
+                raise RetryLater(  # under a higher number it can
                     f"attempt {request.attempt} of {request.job}: attempt {highest} has been here; "
                     "only a newer one can start"
                 )
@@ -210,7 +211,7 @@ class Attempts:
         missing = self._blobs.missing(refs)
         if missing:
             names = ", ".join(ref.name[:64] for ref in missing[:3])
-            raise UsageError(
+            raise RetryLater(
                 f"attempt {request.attempt} of {request.job}: {len(missing)} of its files are not here "
                 f"({names}); send them first"
             )
