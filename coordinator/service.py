@@ -38,7 +38,7 @@ from gshare.agent.node.protocol import (
     ReleaseBundle,
     StopAttempts,
 )
-from gshare.agent.service.wire import encode
+from gshare.agent.service.wire import WireError, encode
 from gshare.coordinator import events
 from gshare.coordinator.actions import CheckBest, ClusterAction, Ended, Say
 from gshare.coordinator.api import ApiServer, EventRing
@@ -56,9 +56,10 @@ from gshare.coordinator.api_protocol import (
 )
 from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
-from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
+from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster, same_agent
 from gshare.coordinator.expecting import Expecting
 from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
+from gshare.coordinator.heard import checked_attempts
 from gshare.coordinator.home import Home
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair, one_line
 from gshare.coordinator.requests import Requests
@@ -141,6 +142,7 @@ class Coordinator:
         }
         #: What each node said last of its attempts: what is the same is not handled (and written) again.
         self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
+        self._untidy = ""  # what was told last of why something could not be removed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
 
@@ -330,7 +332,13 @@ class Coordinator:
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
                 checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
-        self.home.collect(checkpoints, unplaced, expecting=expecting)
+        try:
+            self.home.collect(checkpoints, unplaced, expecting=expecting)
+        except OSError as error:  # room is lost, nothing else: no reason to end
+            if str(error) != self._untidy:
+                self._untidy = str(error)
+                where = error.filename or self.store.state_dir
+                self.say("warning", f"what nobody needs stays: {where}: {error.strerror}; see to it there")
 
     # --- nodes
 
@@ -453,9 +461,17 @@ class Coordinator:
         self._tell("info", f"{node}: {text}")
         self.feed(events.NodeDeploying(node=node, text=text))
 
+    def greeted(self, node: str, hello: NodeHello) -> None:
+        """LinkRefused: another node's agent is the same one. Each would stop the other's attempts."""
+        for name, session in self.sessions.items():
+            if name == node or session.link is None or session.hello is None:
+                continue
+            if session.hello.agent_id == hello.agent_id:
+                raise LinkRefused(same_agent(name), retry=True)
+
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
         self.heard[node] = time.monotonic()
-        mine = tuple(status for status in attempts if status.owner == self.store.owner)
+        mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
         self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
 
@@ -465,11 +481,23 @@ class Coordinator:
 
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
         before = self._listed.get(node, {})
-        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self.store.owner}
+        mine = {(s.job, s.attempt): s for s in self._mine(attempts)}
         self._listed[node] = mine
         for key, status in mine.items():
             if status != before.get(key):
                 self.feed(events.AttemptChanged(node=node, status=status))
+
+    def _mine(self, attempts: list[AttemptStatus]) -> list[AttemptStatus]:
+        """Those of this store. LinkGone: what no agent says."""
+
+        def known(job: str) -> int:
+            record = self.cluster.jobs.get(job)
+            return max(record.attempt, record.floor) if record is not None else 0
+
+        try:
+            return checked_attempts([s for s in attempts if s.owner == self.store.owner], known)
+        except WireError as error:
+            raise LinkGone(f"what the agent sent is not the protocol: {error}") from None
 
     def down(self, node: str, reason: str) -> None:
         self.feed(events.NodeDown(node=node, reason=reason))

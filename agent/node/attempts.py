@@ -196,8 +196,10 @@ class Attempts:
             if attempt.unsaved:
                 self._save(attempt)
         used = {model_hash(a.record.request.model) for a in list(self._attempts.values()) if a.active}
-        collect_models(self._state.models, used)
-        self._blobs.collect()
+        try:
+            collect_models(self._state.models, used)
+        finally:  # whatever is in the way of one
+            self._blobs.collect()
 
     # ------------------------------------------------------------------ making and running
 

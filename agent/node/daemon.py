@@ -112,11 +112,19 @@ class Daemon:
         await gate(server)
 
     async def _keep_house(self, server: NodeServer) -> None:
+        """One chore that fails keeps none of the others from being done, and never ends the agent."""
+        told = ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(server.attempts.collect)
-                await asyncio.to_thread(server.bundles.expire)
+            for chore in (server.attempts.collect, server.bundles.expire):
+                try:
+                    await asyncio.to_thread(chore)
+                except Exception as error:
+                    if str(error) != told:  # a file in the way for a night is told of once
+                        told = str(error)
+                        asyncio.get_running_loop().call_exception_handler(
+                            {"message": "housekeeping", "exception": error}
+                        )
 
 
 def tell(text: str) -> None:
