@@ -113,6 +113,8 @@ class Attempts(Transfers):
             self._out.append(Stop(node=node, job=name, attempt=attempt, reason=reason))
         elif attempt != job.attempt or job.state in ("completed", "diverged"):
             self._out.append(Forget(node=node, job=name, attempt=attempt))
+        elif job.state == "stopped" and job.outcome is not None:
+            return  # the results, which were not placed: for whoever fetches them
         elif job.state == "stopped" and not job.pulling:
             # What it leaves is brought home before it may go: a user may resume the job.
             job.last_node, job.ended_there = node, True

@@ -71,7 +71,7 @@ class BlobStore:
     def make_room(self, nbytes: int) -> None:
         """Asked before the first byte of `nbytes` more. Raises `DiskFull` naming the directory."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_room(self.directory, nbytes)
+        check_room(self.directory, nbytes, reserve=DISK_RESERVE)
 
     def append(self, ref: BlobRef, offset: int, data: bytes) -> None:
         """Writes `data` at the end of the part, which is `offset` long. Raises `DiskFull`."""
@@ -138,14 +138,14 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_room(directory: Path, nbytes: int) -> None:
-    """`DiskFull` when the file system of `directory` cannot take `nbytes` and keep `DISK_RESERVE` free."""
+def check_room(directory: Path, nbytes: int, *, reserve: int) -> None:
+    """`DiskFull` when the file system of `directory` cannot take `nbytes` and keep `reserve` bytes free."""
     found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    if nbytes + DISK_RESERVE > free:
+    free, need = found.f_bavail * found.f_frsize, nbytes + reserve
+    if need > free:
         raise DiskFull(
-            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only "
-            f"{free >> 20:,} MiB are; free space there"
+            f"{directory}: {-(-need >> 10):,} KiB have to be free, but only {free >> 10:,} KiB are; "
+            "free space there"
         )
 
 

@@ -84,6 +84,7 @@ class Executor:
         # One transfer at a time to and from a node: two of the same model would write one partial file.
         self._pushing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pulling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._placing: set[str] = set()  # jobs; a thread that hangs in a dead disk is not joined by another
 
     def take(self, rows: list[Pending]) -> None:
         """Begins with the rows that are not under way already."""
@@ -263,12 +264,17 @@ class Executor:
             return None
         output_dir = Path(read_order(record.facts).job.spec.output_dir)
         mark = f"{self._owner}/{action.job}"
+        if action.job in self._placing:
+            return _publish_failed(action, f"{output_dir}: an earlier try has not ended there", retry=True)
+        self._placing.add(action.job)
         try:
             await asyncio.to_thread(self._home.place, action.job, action.attempt, output_dir, mark)
         except (DiskFull, OutputTaken) as error:
             return _publish_failed(action, str(error), retry=True)
         except GshareError as error:
             return _publish_failed(action, str(error), retry=False)
+        finally:
+            self._placing.discard(action.job)
         return events.Published(job=action.job, attempt=action.attempt)
 
 

@@ -287,7 +287,12 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is None or job.state in ENDED_STATES:
             return
+        if self.stop_leaves_results(job):
+            self._leave_results(job)
+            return
         if job.state in ("publishing", "placing"):
+            job.wish = "stop"  # if they do not arrive now, it ends
+            self._touch(job)
             self._say("info", f"{event.job} is done already, its files are being fetched", job=event.job)
             return
         job.wish = "stop"
@@ -316,7 +321,12 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is None:
             return
-        if job.state in ("stopped", "failed") or (job.state == "paused" and not job.node):
+        if job.state == "stopped" and job.outcome is not None and self._is_up(job.last_node):
+            job.state, job.wish, job.reason = "publishing", "run", ""  # it was trained to its end there
+            self._put_on_node(job, job.last_node, running=False)
+            self._publish(job)
+        elif job.state in ("stopped", "failed") or (job.state == "paused" and not job.node):
+            job.outcome = None
             job.state, job.wish, job.reason, job.faults, job.avoid = "waiting", "run", "", 0, ()
             self._not_before.pop(event.job, None)
             self._touch(job)
@@ -328,6 +338,9 @@ class Cluster(Attempts):
             self._out.append(Resume(node=job.node, job=event.job, attempt=job.attempt))
         elif job.state == "diverged":
             self._say("info", f"{event.job} diverged: from its checkpoint it would again", job=event.job)
+
+    def _is_up(self, node: str) -> bool:
+        return node in self.nodes and self.nodes[node].up
 
     # --- attempts
 

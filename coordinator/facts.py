@@ -81,7 +81,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     #: with it.
     adoptable: bool = False
     stop_sent: bool = False
-    outcome: JobOutcome | None = None  # of the attempt that is being published
+    #: Of the attempt that is being published. Of a stopped job: the node keeps results that were not placed.
+    outcome: JobOutcome | None = None
     publish_again: bool = False  # a publication failed for now and is to be tried again
     faults: int = 0  # attempts that failed by their node's fault since the last word of the user
     avoid: tuple[str, ...] = ()  # nodes that had such a fault

@@ -58,6 +58,7 @@ from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
 from gshare.coordinator.submission_rules import check_submission, directory_fault
+from gshare.coordinator.transfers import results_stay
 
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
@@ -223,13 +224,21 @@ class Requests:
         for name in request.jobs:
             self._job(name)  # all of them, before anything is done
         failed: dict[str, str] = {}
+        told: dict[str, str] = {}
         for name in request.jobs:
             job = self._job(name)
             if isinstance(request, StopClusterJobs):
                 if job.state in ENDED_STATES:
                     failed[name] = f"job {name} has ended: {job.state}"
                 elif job.state in ("publishing", "placing"):
-                    failed[name] = f"job {name} is done, its results are being brought home"
+                    if self._it.cluster.stop_leaves_results(job):
+                        told[name] = f"ended; {results_stay(job)}"
+                    else:
+                        failed[name] = (
+                            f"job {name} is done, its results are being brought home; "
+                            "stop it once more to end it without them"
+                        )
+                    self._it.feed(events.StopJob(job=name))
                 else:
                     self._it.feed(events.StopJob(job=name))
             elif isinstance(request, PauseClusterJobs):
@@ -241,7 +250,7 @@ class Requests:
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
             else:
                 self._it.feed(events.ResumeJob(job=name))
-        return JobsDone(reply_to=request.id, failed=failed)
+        return JobsDone(reply_to=request.id, failed=failed, told=told)
 
     def _job(self, name: str) -> JobRecord:
         job = self._it.cluster.jobs.get(name)
