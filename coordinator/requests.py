@@ -221,12 +221,12 @@ class Requests:
     # --- commands
 
     def _command(self, request: StopClusterJobs | PauseClusterJobs | ResumeClusterJobs) -> JobsDone:
-        for name in request.jobs:
-            self._job(name)  # all of them, before anything is done
+        """One transaction, however many: all of them or, when the coordinator is killed meanwhile, none."""
+        jobs = {name: self._job(name) for name in request.jobs}  # all of them, before anything is done
         failed: dict[str, str] = {}
         told: dict[str, str] = {}
-        for name in request.jobs:
-            job = self._job(name)
+        wanted: list[events.ClusterEvent] = []
+        for name, job in jobs.items():
             if isinstance(request, StopClusterJobs):
                 if job.state in ENDED_STATES:
                     failed[name] = f"job {name} has ended: {job.state}"
@@ -238,18 +238,20 @@ class Requests:
                             f"job {name} is done, its results are being brought home; "
                             "stop it once more to end it without them"
                         )
-                    self._it.feed(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name))
                 else:
-                    self._it.feed(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name))
             elif isinstance(request, PauseClusterJobs):
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
                 else:
-                    self._it.feed(events.PauseJob(job=name))
+                    wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
             else:
-                self._it.feed(events.ResumeJob(job=name))
+                wanted.append(events.ResumeJob(job=name))
+        if wanted:
+            self._it.feed(*wanted)
         return JobsDone(reply_to=request.id, failed=failed, told=told)
 
     def _job(self, name: str) -> JobRecord:
