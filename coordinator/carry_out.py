@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from gshare.agent.errors import GshareError
+from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.node.checks import check_start
 from gshare.agent.node.protocol import (
     AttemptAccepted,
     Attempts,
@@ -170,25 +171,26 @@ class Executor:
             return None
         order = read_order(record.facts)
         model, checkpoint = model_for(order, session.node), checkpoint_refs(action.checkpoint)
+        fields = {
+            "attempt": action.attempt,
+            "gpu": action.gpu,
+            "budget_mb": action.budget_mb,
+            **start_fields(order, model, checkpoint),
+        }
+        try:
+            # As every agent does; the other reasons of one to refuse are its own, or a number that was used
+            # there.
+            check_start(StartAttempt(id=0, **fields))
+        except UsageError as error:
+            return _start_failed(action, str(error), retry=False)
         try:
             async with self._pushing[action.node]:
                 await push_files(link, sources_for(order, model, checkpoint, self._home.blobs))
+            await link.ask(AttemptAccepted, StartAttempt, timeout=COMMAND_SECONDS, **fields)
         except SourceChanged as error:
             return _start_failed(action, str(error), retry=False)
         except LinkRefused as error:
-            return _start_failed(action, f"node {action.node} refuses its files: {error}", retry=True)
-        try:
-            await link.ask(
-                AttemptAccepted,
-                StartAttempt,
-                timeout=COMMAND_SECONDS,
-                attempt=action.attempt,
-                gpu=action.gpu,
-                budget_mb=action.budget_mb,
-                **start_fields(order, model, checkpoint),
-            )
-        except LinkRefused as error:
-            return _start_failed(action, f"node {action.node} refuses it: {error}", retry=error.retry)
+            return _start_failed(action, f"node {action.node} refuses it: {error}", retry=True)
         session.look()
         return None
 

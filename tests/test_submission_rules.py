@@ -32,7 +32,7 @@ from gshare.coordinator.api_protocol import (
     SubmitToCluster,
 )
 from gshare.coordinator.home import Home
-from gshare.coordinator.orders import facts_of, orders_of
+from gshare.coordinator.orders import facts_of, orders_of, read_order
 from gshare.coordinator.submission_rules import MAX_MIB, check_submission, directory_fault
 
 replace = msgspec.structs.replace
@@ -259,25 +259,41 @@ def test_placing_goes_on_after_an_error_that_is_none_of_the_jobs(
     run(tmp_path, test, auto=True)
 
 
-@pytest.mark.parametrize(("retry", "attempts"), [(False, 1), (True, 2)])
-def test_a_refusal_that_is_final_ends_the_job_at_once_and_another_does_not(
-    tmp_path: Path, retry: bool, attempts: int
-) -> None:
+def test_what_every_agent_would_refuse_is_asked_of_none_and_not_tried_again(tmp_path: Path) -> None:
+    good = poisoned(tmp_path, "bad", str(tmp_path / "out" / "bad")).facts
+    order = read_order(good)
+    job = replace(order.job, spec=replace(order.job.spec, learning_rate=math.nan))
+    bad = facts_of(replace(order, job=job), "old")
+
     async def test(it: Straw) -> None:
-        for name in ("a", "b"):
-            agent, real = it.agents[name], it.agents[name]._answer
+        async with it.running():
+            it.coordinator.feed(events.Submit(facts=bad))
+            await it.until(lambda: it.job("bad").state == "failed")
+            assert "learning_rate" in it.job("bad").reason
+            assert it.job("bad").attempt == 1
+            asked = [one for agent in it.agents.values() for one in agent.requests]
+            assert not any(isinstance(one, p.StartAttempt | p.PutChunk) for one in asked)
+
+    run(tmp_path, test, auto=True)
+
+
+def test_what_one_agent_refuses_for_its_own_sake_is_tried_under_the_next_number(tmp_path: Path) -> None:
+    """Negative control of the one above; a number that was used on the node before is such a reason."""
+
+    async def test(it: Straw) -> None:
+        for agent in it.agents.values():
+            real = agent._answer
 
             def answer(asked: Any, *more: Any, real: Any = real) -> Any:
                 if isinstance(asked, p.StartAttempt) and asked.attempt == 1:
-                    return p.NodeRefused(reply_to=asked.id, reason="no such spec", retry=retry)
+                    return p.NodeRefused(reply_to=asked.id, reason="attempt 1 has been here")
                 return real(asked, *more)
 
             agent._answer = answer  # type: ignore[method-assign]
         async with it.running():
             await it.submit("job0")
-            await it.until(lambda: it.job("job0").state in ("completed", "failed"))
-            assert it.job("job0").state == ("completed" if retry else "failed")
-            assert it.job("job0").attempt == attempts
+            await it.until(lambda: it.job("job0").state == "completed")
+            assert it.job("job0").attempt == 2
 
     run(tmp_path, test, auto=True)
 

@@ -136,8 +136,7 @@ class Attempts:
                 self._run(attempt, None)
 
     async def start(self, owner: str, request: StartAttempt) -> None:
-        """Accepts the attempt, again if it was. UsageError: nobody can run it; DiskFull or RetryLater: why it
-        cannot be this one, here, now."""
+        """Accepts the attempt, again if it was. UsageError, DiskFull or RetryLater: why not."""
         async with self._changing:
             total = check_start(request)
             key = (owner, request.job, request.attempt)
@@ -145,7 +144,7 @@ class Attempts:
                 return
             highest = self._fences.highest(owner, request.job)
             if request.attempt <= highest:
-                raise RetryLater(  # under a higher number it can
+                raise UsageError(
                     f"attempt {request.attempt} of {request.job}: attempt {highest} has been here; "
                     "only a newer one can start"
                 )
