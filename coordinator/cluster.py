@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gshare.agent.jobs.names import shorten
 from gshare.coordinator.actions import CheckBest, ClusterAction, Pause, Resume, Stop
 from gshare.coordinator.attempts import Attempts
 from gshare.coordinator.config import NodeConfig
@@ -180,6 +181,7 @@ class Cluster(Attempts):
             self._lose_jobs(event.node)
             del self.nodes[event.node], self._configs[event.node]
             self._placement.remove_node(event.node)
+            self._agents.pop(event.node, None)
 
     def _node_deploying(self, event: NodeDeploying) -> None:
         node = self.nodes.get(event.node)
@@ -194,6 +196,7 @@ class Cluster(Attempts):
         self._became(node.came_up(self.now, self.wall, event.info, running, event.draining))
         self._view(node)
         here = list(self._on_node.get(event.node, ()))
+        self._other_agent(event.node, event.agent, here)
         for status in event.attempts:
             self._status(event.node, status, fresh=True)
         listed = {(status.job, status.attempt) for status in event.attempts}
@@ -206,6 +209,18 @@ class Cluster(Attempts):
             if job.adoptable and job.last_node == event.node:  # it came back without the attempt
                 job.adoptable = False
                 self._touch(job)
+
+    def _other_agent(self, node: str, agent: str, here: list[str]) -> None:
+        """Who answers for a node may be another than before: the cluster file was edited, its disk is new.
+        What the one before was given may still run there: this one does not get it under the same number."""
+        self._agents[node] = agent
+        elsewhere = [name for name in here if agent and self.jobs[name].agent not in ("", agent)]
+        for name in elsewhere:
+            self._lose(self.jobs[name], "is another agent now")
+        if elsewhere:
+            jobs = shorten(", ".join(elsewhere), 200)
+            text = f"{node} is another agent than before: {jobs} may go on training unseen where that one is"
+            self._say("warning", text, node=node)
 
     def _node_beat(self, event: NodeBeat) -> None:
         node = self.nodes.get(event.node)

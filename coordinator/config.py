@@ -50,6 +50,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     python: str | None = None  # interpreter on the node that has torch
     environment: dict[str, str] = {}  # for the agent and its trainers
 
+    @property
+    def address(self) -> tuple[str | int | None, ...]:
+        """What leads to the node's agent: where any of it is different, another one may answer."""
+        return (self.transport, self.host, self.user, self.port, self.proxy_jump, self.state_dir)
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeConfig, ...]

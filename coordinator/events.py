@@ -60,12 +60,14 @@ class NodeDeploying(_Event, frozen=True, kw_only=True, tag="node_deploying"):
 
 
 class NodeUp(_Event, frozen=True, kw_only=True, tag="node_up"):
-    """The channel stands and the agent has answered. `attempts`: all of this owner that it knows."""
+    """The channel stands and the agent has answered. `attempts`: all of this owner that it knows; `agent`:
+    who it is, empty where that is not known."""
 
     node: str
     info: NodeInfo
     attempts: tuple[AttemptStatus, ...] = ()
     draining: bool = False
+    agent: str = ""
 
 
 class NodeBeat(_Event, frozen=True, kw_only=True, tag="node_beat"):

@@ -73,6 +73,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     wish: JobWish = "run"
     attempt: int = 0  # the newest number used; 0: none yet
     node: str = ""  # of the current attempt; empty: none
+    agent: str = ""  # id of the agent that has the current attempt; empty: not known
     gpu: str = ""  # UUID; empty: CPU
     budget_mb: int = 0
     last_node: str = ""  # where the current attempt was, when `node` is empty

@@ -293,10 +293,11 @@ class Coordinator:
                 self._states[name] = node.state
                 self._api.publish(NodeChanged(node=name, state=node.state, reason=node.reason))
 
-    def _spawn(self, work) -> None:
+    def _spawn(self, work) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _check_best(self, action: CheckBest) -> None:
         session = self.sessions.get(action.node)
@@ -353,13 +354,26 @@ class Coordinator:
         for name in [node.name for node in self.config.nodes if node.name not in wanted]:
             self._remove_node(name)
         changed = [node for node in config.nodes if self.node_config(node.name) != node]
-        self.config = config
+        before, self.config = self.config, config
         for node in changed:
+            old = before.node(node.name)
+            if old is not None and old.address != node.address:
+                leaving = self._remove_node(node.name, "is elsewhere in the cluster file now")
+                self._add_node(node)
+                self._spawn(self._run_after(leaving, node.name))
+                continue
             if node.name in self.sessions:
                 self._stop_session(node.name)
             self._add_node(node)
             self._run_session(node.name)
         return sorted(wanted)
+
+    async def _run_after(self, leaving: asyncio.Task[None], name: str) -> None:
+        """The node's new session, once the one before has told its agent what to stop."""
+        session = self.sessions[name]
+        await asyncio.wait({leaving})
+        if self.sessions.get(name) is session and name not in self._running:
+            self._run_session(name)
 
     def _add_node(self, node: NodeConfig, connect: Connect | None = None, *, dials: bool = False) -> None:
         self.sessions[node.name] = NodeSession(
@@ -386,7 +400,7 @@ class Coordinator:
         if task is not None:
             task.cancel()
 
-    def _remove_node(self, name: str) -> None:
+    def _remove_node(self, name: str, why: str = "was taken out of the cluster file") -> asyncio.Task[None]:
         """Its jobs go elsewhere at once; the connection ends when the node was told to stop its attempts."""
         session, running = self.sessions.pop(name), self._running.pop(name, None)
         self._states.pop(name, None)
@@ -396,17 +410,16 @@ class Coordinator:
             if job.node == name and job.state in PLACED_STATES
         }
         self.feed(events.NodeRemoved(node=name))
-        self._spawn(self._leave_node(name, session.link, running, here))
+        return self._spawn(self._leave_node(f"node {name} {why}", session.link, running, here))
 
     async def _leave_node(
         self,
-        name: str,
+        reason: str,
         link: AgentLink | None,
         running: asyncio.Task[None] | None,
         here: set[tuple[str, int]],
     ) -> None:
         """`here`: what should run there; what else the node says that it runs for us is stopped with it."""
-        reason = f"node {name} was taken out of the cluster file"
         problem = "it is away"
         try:
             if link is not None:
@@ -429,7 +442,7 @@ class Coordinator:
             self.say(
                 "warning",
                 f"{reason}, but could not be told to stop its jobs ({problem}): {shorten(jobs, 200)} may go "
-                "on training there; put it back into the file until it is connected, or stop them on it",
+                "on training there; put it back as it was until it is connected, or stop them on it",
             )
 
     async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:
@@ -473,7 +486,8 @@ class Coordinator:
         self.heard[node] = time.monotonic()
         mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
-        self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
+        up = events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining, agent=hello.agent_id)
+        self.feed(up)
 
     def beat(self, node: str, info: NodeInfo) -> None:
         self.heard[node] = time.monotonic()

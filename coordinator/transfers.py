@@ -58,6 +58,7 @@ class Transfers:
         self.jobs: dict[str, JobRecord] = {job.facts.name: job for job in jobs}
         self._placement = Placement()
         self._on_node: dict[str, dict[str, None]] = {}  # jobs with an attempt there that is not at home yet
+        self._agents: dict[str, str] = {}  # node → id of the agent that answered there last
         self._pulls: dict[str, dict[str, None]] = {}  # jobs whose checkpoint is being pulled from there
         self._adoptable: dict[str, dict[str, None]] = {}  # by lost node, some others among them
         self._timers: list[tuple[float, int, Literal["queue", "publish"], str, int]] = []

@@ -104,7 +104,7 @@ def test_the_disk_at_home_is_full_when_results_come(cluster: LocalCluster) -> No
         disk.fill()
         cluster.until(lambda: "free space there; nothing is lost" in cluster.log())
         assert re.search(
-            re.escape(str(cluster.root / "out")) + r": \d\d KiB have to be free, but only 0 KiB are",
+            re.escape(str(cluster.root / "out")) + r": \d+ KiB have to be free, but only 0 KiB are",
             cluster.log(),
         )
         assert not cluster.jobs()["job"].placed
