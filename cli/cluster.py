@@ -102,7 +102,7 @@ def check(
     accept_new
         Trust host keys that are seen for the first time. Changed ones are always refused.
     """
-    from gshare.coordinator.config import load_cluster
+    from gshare.coordinator.config import load_cluster, same_agent
     from gshare.coordinator.host_keys import HostKeys
     from gshare.coordinator.main import ask_on_terminal
 
@@ -114,6 +114,11 @@ def check(
         return list(await asyncio.gather(*(_check(node, keys) for node in config.nodes)))
 
     found = asyncio.run(check_all())
+    first: dict[str, str] = {}  # agent → the node it was found as
+    for node in found:
+        agent = node.pop("agent", None)
+        if agent is not None and first.setdefault(agent, node["node"]) != node["node"]:
+            node.update(ok=False, kind="config", faults=[same_agent(first[agent]), *node["faults"]])
     for node in found:
         if json:
             print(json_module.dumps(node))
@@ -125,7 +130,7 @@ def check(
 
 
 async def _check(node: NodeConfig, keys: HostKeys) -> dict[str, Any]:
-    """How one node is. Never raises for what is wrong with the node."""
+    """How one node is, and (`agent`, where it answered) which agent. Never raises for what is wrong there."""
     import time
 
     from gshare.agent.errors import GshareError
@@ -142,6 +147,7 @@ async def _check(node: NodeConfig, keys: HostKeys) -> dict[str, Any]:
             Connector(keys)(node, lambda text: done.append(plain(text))), CHECK_SECONDS
         )
         link = await AgentLink.open(stream, client="gshare cluster check")
+        told["agent"] = link.hello.agent_id
         try:
             info = await link.ask(NodeInfo, DescribeNode, models=sorted(node.models.values()))
         finally:

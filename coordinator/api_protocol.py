@@ -307,10 +307,11 @@ class Leaderboard(_Message, frozen=True, kw_only=True, tag="standings"):
 
 
 class JobsDone(_Message, frozen=True, kw_only=True, tag="jobs_done"):
-    """`failed`: job → why."""
+    """`failed`: job → why. `told`: job → what became of it, where that is not what was asked for in short."""
 
     reply_to: int
     failed: dict[str, str] = {}
+    told: dict[str, str] = {}
 
 
 class NodeLeasesEnded(_Message, frozen=True, kw_only=True, tag="node_leases_ended"):

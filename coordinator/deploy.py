@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -35,7 +36,7 @@ from gshare.agent.node.protocol import (
     NodeRefused,
 )
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
-from gshare.coordinator import on_node
+from gshare.coordinator import on_node, on_node_state
 from gshare.coordinator.channel import Channel, open_channel
 from gshare.coordinator.deploy_plan import (
     MACHINES,
@@ -321,10 +322,14 @@ def _torch_is_here() -> bool:
 
 
 def _program() -> str:
-    """The program of the errands, with its import path cleaned before anything else is imported."""
-    source = Path(on_node.__file__).read_text(encoding="utf-8")
+    """The program of the errands, its two files one after the other, with its import path cleaned before
+    anything else is imported."""
+    halves = [Path(str(half.__file__)).read_text(encoding="utf-8") for half in (on_node_state, on_node)]
     future = "from __future__ import annotations\n"
-    return source.replace(future, f"{future}\nimport sys\n\nsys.path = [p for p in sys.path if p]\n", 1)
+    source = "".join(half.replace(future, "", 1) for half in halves)
+    # What the second one imports of the first stands above it.
+    source = re.sub(r"^from gshare\.coordinator\.on_node_state import \([^)]*\)\n", "", source, flags=re.M)
+    return f"{future}\nimport sys\n\nsys.path = [p for p in sys.path if p]\n{source}"
 
 
 async def _ask(channel: Channel) -> Hello | None:

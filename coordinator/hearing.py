@@ -6,6 +6,7 @@ Samples and cursors are kept in memory here; an evaluation is written with its c
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from gshare.agent.jobs.events import CheckpointSaved, Evaluated, JobChanged, Stepped
@@ -17,12 +18,16 @@ from gshare.agent.node.protocol import (
     NodeInfo,
     NodeMessage,
 )
+from gshare.agent.service.wire import WireError
 from gshare.coordinator import events
 from gshare.coordinator.announcing import Announcer
 from gshare.coordinator.api import ApiServer
 from gshare.coordinator.api_protocol import JobEvent
 from gshare.coordinator.cluster import Cluster
-from gshare.coordinator.link import one_line
+from gshare.coordinator.config import same_agent
+from gshare.coordinator.heard import checked_attempts
+from gshare.coordinator.link import LinkGone, LinkRefused, one_line
+from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Cursor, Store
 
 
@@ -38,12 +43,18 @@ class Feed(Protocol):
 
 class Hearing:
     def __init__(
-        self, store: Store, cluster: Cluster, feed: Feed, announcer: Announcer, api: ApiServer
+        self,
+        store: Store,
+        cluster: Cluster,
+        feed: Feed,
+        announcer: Announcer,
+        api: ApiServer,
+        sessions: Mapping[str, NodeSession],
     ) -> None:
         self.heard: dict[str, float] = {}  # node → monotonic s
         self.losses: dict[str, tuple[int, float]] = {}  # job → its last step and loss, by its samples
         self._store, self._cluster, self._feed = store, cluster, feed
-        self._announcer, self._api = announcer, api
+        self._announcer, self._api, self._sessions = announcer, api, sessions
         self._cursors: dict[str, Cursor] = {}
         self._moved: set[str] = set()  # nodes whose cursor is not written yet
         #: What each node said last of its attempts: what is the same is not handled (and written) again.
@@ -53,11 +64,21 @@ class Hearing:
         self._announcer.tell("info", f"{node}: {text}")
         self._feed(events.NodeDeploying(node=node, text=text))
 
+    def greeted(self, node: str, hello: NodeHello) -> None:
+        """LinkRefused: another node's agent is the same one. Each would stop the other's attempts."""
+        for name, session in self._sessions.items():
+            if name == node or session.link is None or session.hello is None:
+                continue
+            if session.hello.agent_id == hello.agent_id:
+                raise LinkRefused(same_agent(name), retry=True)
+
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
         self.heard[node] = time.monotonic()
-        mine = tuple(status for status in attempts if status.owner == self._store.owner)
+        mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
-        self._feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
+        self._feed(
+            events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining, agent=hello.agent_id)
+        )
 
     def beat(self, node: str, info: NodeInfo) -> None:
         self.heard[node] = time.monotonic()
@@ -65,11 +86,23 @@ class Hearing:
 
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
         before = self._listed.get(node, {})
-        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self._store.owner}
+        mine = {(s.job, s.attempt): s for s in self._mine(attempts)}
         self._listed[node] = mine
         for key, status in mine.items():
             if status != before.get(key):
                 self._feed(events.AttemptChanged(node=node, status=status))
+
+    def _mine(self, attempts: list[AttemptStatus]) -> list[AttemptStatus]:
+        """Those of this store. LinkGone: what no agent says."""
+
+        def known(job: str) -> int:
+            record = self._cluster.jobs.get(job)
+            return max(record.attempt, record.floor) if record is not None else 0
+
+        try:
+            return checked_attempts([s for s in attempts if s.owner == self._store.owner], known)
+        except WireError as error:
+            raise LinkGone(f"what the agent sent is not the protocol: {error}") from None
 
     def down(self, node: str, reason: str) -> None:
         self._feed(events.NodeDown(node=node, reason=reason))

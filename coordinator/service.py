@@ -103,7 +103,7 @@ class Coordinator:
         )
         self._announcer = Announcer(tell, self._api, self.cluster.jobs)
         self.say = self._announcer.say
-        self._hearing = Hearing(store, self.cluster, self.feed, self._announcer, self._api)
+        self._hearing = Hearing(store, self.cluster, self.feed, self._announcer, self._api, self.sessions)
         self.heard, self.losses = self._hearing.heard, self._hearing.losses
         self._executor = Executor(
             owner=store.owner,
@@ -120,6 +120,7 @@ class Coordinator:
         )
         self._taken = 0  # the last row of the outbox that the executor has
         self._running: dict[str, asyncio.Task[None]] = {}  # sessions
+        self._untidy = ""  # what was told last of why something could not be removed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
 
@@ -237,10 +238,11 @@ class Coordinator:
         elif isinstance(action, CheckBest):
             self._spawn(self._check_best(action))
 
-    def _spawn(self, work) -> None:
+    def _spawn(self, work) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _check_best(self, action: CheckBest) -> None:
         session = self.sessions.get(action.node)
@@ -271,7 +273,13 @@ class Coordinator:
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
                 checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
-        self.home.collect(checkpoints, unplaced, expecting=expecting)
+        try:
+            self.home.collect(checkpoints, unplaced, expecting=expecting)
+        except OSError as error:  # room is lost, nothing else: no reason to end
+            if str(error) != self._untidy:
+                self._untidy = str(error)
+                where = error.filename or self.store.state_dir
+                self.say("warning", f"what nobody needs stays: {where}: {error.strerror}; see to it there")
 
     # --- nodes
 
@@ -286,13 +294,26 @@ class Coordinator:
         for name in [node.name for node in self.config.nodes if node.name not in wanted]:
             self._remove_node(name)
         changed = [node for node in config.nodes if self.node_config(node.name) != node]
-        self.config = config
+        before, self.config = self.config, config
         for node in changed:
+            old = before.node(node.name)
+            if old is not None and old.address != node.address:
+                leaving = self._remove_node(node.name, "is elsewhere in the cluster file now")
+                self._add_node(node)
+                self._spawn(self._run_after(leaving, node.name))
+                continue
             if node.name in self.sessions:
                 self._stop_session(node.name)
             self._add_node(node)
             self._run_session(node.name)
         return sorted(wanted)
+
+    async def _run_after(self, leaving: asyncio.Task[None], name: str) -> None:
+        """The node's new session, once the one before has told its agent what to stop."""
+        session = self.sessions[name]
+        await asyncio.wait({leaving})
+        if self.sessions.get(name) is session and name not in self._running:
+            self._run_session(name)
 
     def _add_node(self, node: NodeConfig, connect: Connect | None = None, *, dials: bool = False) -> None:
         self.sessions[node.name] = NodeSession(
@@ -319,7 +340,7 @@ class Coordinator:
         if task is not None:
             task.cancel()
 
-    def _remove_node(self, name: str) -> None:
+    def _remove_node(self, name: str, why: str = "was taken out of the cluster file") -> asyncio.Task[None]:
         """Its jobs go elsewhere at once; the connection ends when the node was told to stop its attempts."""
         session, running = self.sessions.pop(name), self._running.pop(name, None)
         self._announcer.forget_node(name)
@@ -329,17 +350,16 @@ class Coordinator:
             if job.node == name and job.state in PLACED_STATES
         }
         self.feed(events.NodeRemoved(node=name))
-        self._spawn(self._leave_node(name, session.link, running, here))
+        return self._spawn(self._leave_node(f"node {name} {why}", session.link, running, here))
 
     async def _leave_node(
         self,
-        name: str,
+        reason: str,
         link: AgentLink | None,
         running: asyncio.Task[None] | None,
         here: set[tuple[str, int]],
     ) -> None:
         """`here`: what should run there; what else the node says that it runs for us is stopped with it."""
-        reason = f"node {name} was taken out of the cluster file"
         problem = "it is away"
         try:
             if link is not None:
@@ -362,7 +382,7 @@ class Coordinator:
             self.say(
                 "warning",
                 f"{reason}, but could not be told to stop its jobs ({problem}): {shorten(jobs, 200)} may go "
-                "on training there; put it back into the file until it is connected, or stop them on it",
+                "on training there; put it back as it was until it is connected, or stop them on it",
             )
 
     async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:

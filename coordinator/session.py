@@ -39,6 +39,10 @@ class Hooks(Protocol):
     """What a session tells. Called in the coordinator's loop; what one raises ends the connection."""
 
     def deploying(self, node: str, text: str) -> None: ...
+    def greeted(self, node: str, hello: NodeHello) -> None:
+        """Before anything is asked of it. What it raises ends the connection with that reason."""
+        ...
+
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None: ...
     def beat(self, node: str, info: NodeInfo) -> None: ...
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None: ...
@@ -164,6 +168,7 @@ class NodeSession:
             stream, client="coordinator", owner=self._owner, session=self._session, on_event=on_event
         )
         self._link, self.hello = link, link.hello
+        hooks.greeted(name, link.hello)
         # Followed before the list: of what happens in between an event comes, and the list is read again.
         journal_id, seq = hooks.cursor(name)
         following = await link.follow(journal_id, seq)

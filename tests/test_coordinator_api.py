@@ -60,7 +60,7 @@ FIELDS = {
     "NodeRows": "reply_to nodes",
     "Standing": "job node val_loss best_val_loss best_step step total_steps state",
     "Leaderboard": "reply_to standings",
-    "JobsDone": "reply_to failed",
+    "JobsDone": "reply_to failed told",
     "JobLog": "reply_to node text",
     "Fetched": "reply_to directory files step",
     "FollowingCluster": "reply_to journal_id next_seq gap last_seq",

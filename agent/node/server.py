@@ -26,7 +26,16 @@ from gshare.agent.node.attempts import Attempt, Attempts
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
-from gshare.agent.node.connection import HELLO_SECONDS, HUNG_UP, Connection, Gone, Reader, Writer
+from gshare.agent.node.connection import (
+    GAVE_WAY,
+    HELLO_SECONDS,
+    HUNG_UP,
+    Connection,
+    Gone,
+    Reader,
+    Strangers,
+    Writer,
+)
 from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Devices, Health
 from gshare.agent.node.journal import NodeJournal
@@ -46,6 +55,8 @@ from gshare.agent.service.wire import WireError, convert
 from gshare.agent.vram.leases import end_leases
 
 MAX_CLIENTS = 64
+#: Of these, so many are for coordinators: who only looks keeps nobody out who steers.
+FOR_COORDINATORS = 8
 #: A coordinator asks how the node is every 15 s. One that was silent for three of these is a dead connection
 #: that TCP has not noticed; a new session may take its place.
 SILENT_SECONDS = 45.0
@@ -75,6 +86,7 @@ class NodeServer:
         self._drain = drain
         self._identity = state.identity()
         self._connections: set[Connection] = set()
+        self._strangers = Strangers()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.journal = NodeJournal(state.journal)
         self.blobs = BlobStore(state.blobs)
@@ -146,11 +158,8 @@ class NodeServer:
         task = asyncio.current_task()
         assert task is not None
         connection = Connection(reader, writer, peer)
-        if len(self._tasks) >= 2 * MAX_CLIENTS:
-            # So many have not said hello yet; each has a few seconds for it.
-            await connection.hang_up()
-            return
         self._tasks.add(task)
+        self._strangers.add(connection)
         last: msgspec.Struct | None = None
         try:
             if await self._greet(connection, hello_seconds):
@@ -161,8 +170,9 @@ class NodeServer:
             last = NodeRefused(reply_to=0, reason=f"{error}; the connection is closed")
         except Gone as gone:
             if connection.hello is None and str(gone) != HUNG_UP:
-                last = NodeRefused(reply_to=0, reason=str(gone))
+                last = NodeRefused(reply_to=0, reason=str(gone), retry=str(gone) == GAVE_WAY)
         finally:
+            self._strangers.remove(connection)
             self._connections.discard(connection)
             self._tasks.discard(task)
             await connection.hang_up(last)
@@ -182,6 +192,7 @@ class NodeServer:
 
     async def _greet(self, connection: Connection, hello_seconds: float) -> bool:
         hello = convert(await connection.first(hello_seconds), FromNodeClient)
+        self._strangers.remove(connection)
         if not isinstance(hello, NodeClientHello):
             raise WireError("the first message must be a hello")
         refusal = self._refusal(hello)
@@ -215,8 +226,9 @@ class NodeServer:
             )
         if max(len(hello.client), len(hello.session)) > MAX_TEXT:
             return no(f"client and session: at most {MAX_TEXT} characters")
-        if len(self._connections) >= MAX_CLIENTS:
-            return no(f"this agent has {MAX_CLIENTS} clients already", retry=True)
+        room = MAX_CLIENTS - (FOR_COORDINATORS if hello.role == "observer" else 0)
+        if len(self._connections) >= room:
+            return no(f"this agent has {len(self._connections)} clients already", retry=True)
         if hello.role == "observer":
             return None
         try:
@@ -265,13 +277,18 @@ class NodeServer:
     async def _describe(self, connection: Connection, request: protocol.DescribeNode) -> msgspec.Struct:
         problems = [f"the journal has gaps: {self.journal.problem}"] if self.journal.problem else []
         running = self.attempts.running
-        if self._looking is None:
+        # One look for all who ask meanwhile. Each keeps it for itself: the first who wakes up takes it away.
+        looking = self._looking
+        if looking is None:
             # A thread of its own: a driver that hangs must not use up those that serve files.
-            self._looking = asyncio.get_running_loop().run_in_executor(self._looker, self._health.devices)
-        await asyncio.wait({self._looking}, timeout=DRIVER_SECONDS)
+            looking = asyncio.get_running_loop().run_in_executor(self._looker, self._health.devices)
+            self._looking = looking
+        await asyncio.wait({looking}, timeout=DRIVER_SECONDS)
         devices = None
-        if self._looking.done():
-            devices, self._looking = self._looking.result(), None
+        if looking.done():
+            if self._looking is looking:
+                self._looking = None
+            devices = looking.result()
         return await asyncio.to_thread(
             self._health.describe,
             request.id,

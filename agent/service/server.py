@@ -90,6 +90,20 @@ def socket_address(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
+def bound_socket(path: Path) -> socket.socket:
+    """A stream socket bound to `path`, 0600, not listening yet. Raises `OSError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with socket_address(path) as address:
+            sock.bind(address)
+        # Before listen, and inside a directory of mode 0700: nobody can have connected earlier.
+        path.chmod(0o600)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 class Server:
     """`start` returns when the socket listens; `publish`, `reply` and `close` may come from any thread."""
 
@@ -140,13 +154,9 @@ class Server:
         """Clients have brought jobs, or asked to, and none of them is connected any more."""
         return self._ever_owned and not any(one.brings_jobs for one in list(self._connections.values()))
 
-    def start(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with socket_address(self._path) as address:
-            sock.bind(address)
-        # Before listen, and inside a directory of mode 0700: nobody can have connected earlier.
-        self._path.chmod(0o600)
-        self._socket = sock
+    def start(self, bound: socket.socket | None = None) -> None:
+        """On `bound`, by default a new socket at its path. Raises `OSError` when there can be none."""
+        self._socket = bound_socket(self._path) if bound is None else bound
         self._thread.start()
         self._listening.wait()
 
