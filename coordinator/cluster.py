@@ -21,6 +21,7 @@ from gshare.coordinator.events import (
     CheckpointPulled,
     ClusterEvent,
     Evaluation,
+    GivenUp,
     HoldPlacement,
     NodeAdded,
     NodeBeat,
@@ -82,6 +83,7 @@ class Cluster(Attempts):
             AttemptGone: self._attempt_gone,
             Evaluation: self._evaluation,
             BestSeen: self._best_seen,
+            GivenUp: self._given_up,
             CheckpointPulled: self._pulled,
             PullFailed: self._pull_failed,
             BroughtHome: self._brought_home,
@@ -375,6 +377,15 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is not None and job.attempt == event.attempt and job.pulling:
             self._pull_ended(job)
+
+    def _given_up(self, event: GivenUp) -> None:
+        job = self.jobs.get(event.job)
+        if job is None or not self.is_current(event.job, event.attempt):
+            return
+        if job.node:
+            self._leave_node(job)
+        job.publish_again = False
+        self._end(job, "failed", event.reason)
 
     def _job_on(self, node: str, name: str, attempt: int) -> JobRecord | None:
         """The job, if this is its current attempt and it is on that node."""

@@ -242,6 +242,8 @@ def _check_unique(file: TomlFile, nodes: list[dict[str, Any]], faults: Faults) -
 def _agent_of(values: dict[str, Any]) -> tuple[Any, ...] | None:
     """Equal for two nodes that surely reach one agent; None: not told by what is right of the node."""
     transport, host = values.get("transport", "ssh"), values.get("host", "").lower()
+    if "name" not in values:
+        return None
     if transport == "local":
         return transport, values.get("state_dir")
     if not host:

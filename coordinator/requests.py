@@ -57,6 +57,7 @@ from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read
 from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
+from gshare.coordinator.submission_rules import check_submission, directory_fault
 from gshare.coordinator.transfers import results_stay
 
 #: Of one answer: 14 bytes each on the wire, far below a frame.
@@ -111,11 +112,8 @@ class Requests:
         return Reloaded(reply_to=request.id, nodes=self._it.reload())
 
     def _submit(self, request: SubmitToCluster) -> Submitted:
-        if not request.jobs:
-            raise UsageError("a submission without a job")
+        check_submission(request)
         facts = [facts_of(order, request.submission) for order in orders_of(request)]
-        if len({fact.name for fact in facts}) < len(facts):
-            raise UsageError("two jobs of one name in a submission")
         taken = self._outputs()
         for fact, job in zip(facts, request.jobs, strict=True):
             fault = self._it.cluster.submit_fault(fact)
@@ -223,12 +221,12 @@ class Requests:
     # --- commands
 
     def _command(self, request: StopClusterJobs | PauseClusterJobs | ResumeClusterJobs) -> JobsDone:
-        for name in request.jobs:
-            self._job(name)  # all of them, before anything is done
+        """One transaction, however many: all of them or, when the coordinator is killed meanwhile, none."""
+        jobs = {name: self._job(name) for name in request.jobs}  # all of them, before anything is done
         failed: dict[str, str] = {}
         told: dict[str, str] = {}
-        for name in request.jobs:
-            job = self._job(name)
+        wanted: list[events.ClusterEvent] = []
+        for name, job in jobs.items():
             if isinstance(request, StopClusterJobs):
                 if job.state in ENDED_STATES:
                     failed[name] = f"job {name} has ended: {job.state}"
@@ -240,18 +238,20 @@ class Requests:
                             f"job {name} is done, its results are being brought home; "
                             "stop it once more to end it without them"
                         )
-                    self._it.feed(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name))
                 else:
-                    self._it.feed(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name))
             elif isinstance(request, PauseClusterJobs):
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
                 else:
-                    self._it.feed(events.PauseJob(job=name))
+                    wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
             else:
-                self._it.feed(events.ResumeJob(job=name))
+                wanted.append(events.ResumeJob(job=name))
+        if wanted:
+            self._it.feed(*wanted)
         return JobsDone(reply_to=request.id, failed=failed, told=told)
 
     def _job(self, name: str) -> JobRecord:
@@ -303,6 +303,8 @@ class Requests:
         return JobLog(reply_to=request.id, node=node, text=text.text)
 
     def _evaluations(self, request: ReadEvaluations) -> JobEvaluations:
+        if request.newest < 0:
+            raise UsageError(f"newest: must be 0 or more, not {request.newest}")
         names = [self._job(name).facts.name for name in request.jobs] or list(self._it.cluster.jobs)
         found: dict[str, list[tuple[int, float]]] = {}
         left = MAX_EVALUATIONS
@@ -334,9 +336,9 @@ class Requests:
     async def _fetch(self, request: FetchJob) -> Fetched:
         """From the node; a checkpoint that is at home already, from there when the node is away."""
         job = self._job(request.job)
+        if fault := directory_fault(request.directory):
+            raise UsageError(fault)
         directory = Path(request.directory)
-        if not directory.is_absolute():
-            raise UsageError(f"{shorten(request.directory)} must be an absolute path")
         if directory.exists() and any(directory.iterdir()):
             raise UsageError(f"{directory} is not empty; choose a new directory")
         home = self._it.home

@@ -210,7 +210,7 @@ class Attempts:
         missing = self._blobs.missing(refs)
         if missing:
             names = ", ".join(ref.name[:64] for ref in missing[:3])
-            raise UsageError(
+            raise RetryLater(
                 f"attempt {request.attempt} of {request.job}: {len(missing)} of its files are not here "
                 f"({names}); send them first"
             )
