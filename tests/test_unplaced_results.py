@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from cluster_of_straw import Straw, adapter, is_ended, run, started
 from fake_agent import FakeAgent, FakeAttempt, weights
+from gshare.cli import cluster_jobs
 from gshare.coordinator import blobs as blobs_module
+from gshare.coordinator.api_client import CoordinatorClient
 from gshare.coordinator.api_protocol import (
     Fetched,
     FetchJob,
@@ -117,14 +119,25 @@ def test_resumed_while_its_node_is_away_it_is_trained_from_its_checkpoint(tmp_pa
     run(tmp_path, test, "a", "b")
 
 
-def test_a_full_disk_at_home_holds_nobody_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_home_holds_nobody_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the command says what it did."""
+
     async def test(it: Straw) -> None:
+        monkeypatch.setattr(
+            cluster_jobs,
+            "running_coordinator",
+            lambda file, home, name: CoordinatorClient(it.state_dir, name),
+        )
         async with it.running():
             monkeypatch.setattr(blobs_module, "DISK_RESERVE", 1 << 62)
             agent, _ = await done_on(it)
             await it.until(lambda: it.job("job0").publish_again)
             assert it.job("job0").state == "publishing"
-            assert (await stop(it)).told == {"job0": f"ended; {STAY}"}
+            words = (tmp_path / "cluster.toml", it.state_dir, ("job0",), StopClusterJobs, "told to stop")
+            assert await asyncio.to_thread(cluster_jobs.command_cluster_jobs, *words) == 0
+            assert capsys.readouterr().err == f"job0: ended; {STAY}\n"
             monkeypatch.undo()
             assert (it.job("job0").state, it.job("job0").node) == ("stopped", "")
             assert await fetched(it, tmp_path / "fetched") == weights("job0", 6)
