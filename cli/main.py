@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 #: Subcommand → (where it is, the line that `gshare --help` shows). Frozen by a test.
 COMMANDS: dict[str, tuple[str, str]] = {
     "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
-    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
     "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
     "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),

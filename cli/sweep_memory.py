@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.vram.budget import parse_budget, show_mb, with_allowance
 from gshare.cli.gpu_plan import GpuPlan, room_mb
 
@@ -28,7 +28,7 @@ class Memory:
 
     run: RunSpec
     shape: ModelShape
-    specs: Mapping[str, AdapterSpec]
+    specs: dict[str, AdapterSpec]  # a sampler adds to them
     on_gpu: bool
     budget_mb: int
 
@@ -59,7 +59,7 @@ class Memory:
 def memory_of(
     run: RunSpec,
     model_dir: Path,
-    requests: Sequence[JobRequest],
+    adapters: Sequence[AdapterSpec],
     plan: GpuPlan | None,
     vram: str | None,
 ) -> Memory:
@@ -70,7 +70,7 @@ def memory_of(
     """
     from gshare.agent.base.config import read_config
 
-    specs = {request.spec.name: request.spec for request in requests}
+    specs = {spec.name: spec for spec in adapters}
     memory = Memory(run, ModelShape.of(read_config(model_dir)), specs, plan is not None, 0)
     alone = {name: memory.predicted_mb([name]) for name in specs}
     largest = max(alone, key=lambda name: alone[name])
