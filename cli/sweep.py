@@ -95,7 +95,8 @@ def sweep(
     memory = memory_of(made.spec.run, made.model_dir, made.specs(), reserved, gpu_flags.vram)
     gpu = None
     if reserved is not None:
-        reserved = replace(reserved, vram_mb=memory.budget_mb)
+        if not memory.fits(list(memory.specs)):  # else the estimate of all, which may grow, is asked for
+            reserved = replace(reserved, vram_mb=memory.budget_mb)
         gpu = request_gpu(
             reserved, memory.estimate, f"sweep {source.name}", shared=join and made.base is not None
         )
