@@ -44,9 +44,9 @@ from gshare.agent.base.weights import Base
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.checkpointing import card_name
-from gshare.agent.train.engine import Row
 from gshare.agent.train.measure_memory import Measurer, measure_memory
 from gshare.agent.train.memory_meter import CountingMeter, CudaMeter, Meter
+from gshare.agent.train.part import Row
 from gshare.kernels.backend import pick_backend
 from gshare.kernels.numerics import NUMERICS
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 #: Subcommand → (where it is, the line that `gshare --help` shows). Frozen by a test.
 COMMANDS: dict[str, tuple[str, str]] = {
     "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
-    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
     "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
     "report": ("gshare.cli.report:report", "What became of runs: who was best, what was stopped, and why."),
     "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),

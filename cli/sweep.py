@@ -8,21 +8,23 @@ What is wrong with the file, the data or the memory shows before anything is wri
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
 from gshare.agent.data.work import plan_work
-from gshare.agent.errors import RetryLater, UsageError
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.errors import EXIT_OK, RetryLater, UsageError
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.packing import Packing
-from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.jobs.sweep import Sweep, Trial
+from gshare.agent.jobs.sampler import draw
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.sweep import Added, Sweep, Trial
 from gshare.agent.jobs.sweep_records import (
     Configuration,
     DecisionLog,
@@ -31,7 +33,7 @@ from gshare.agent.jobs.sweep_records import (
     read_sweep,
     write_sweep,
 )
-from gshare.agent.jobs.sweep_spec import SweepFile, SweepSpec
+from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.registry import GpuRequest, collect_dead, take_lock
 from gshare.agent.service.sweeping import Job, SweepRun
@@ -42,6 +44,7 @@ from gshare.cli.prepare import prepare
 from gshare.cli.streams import stderr_console
 from gshare.cli.sweep_board import print_result
 from gshare.cli.sweep_memory import Memory, memory_of
+from gshare.cli.sweep_plan import plan_of, print_plan
 from rich.console import Console
 from rich.text import Text
 
@@ -83,21 +86,21 @@ def sweep(
         Join a trainer that runs with the same base and settings, and let others join this one's.
     """
     source = SweepFile(file, given(run_flags, adapter_flags))
-    plan = plan_gpu(gpu_flags, device)
+    reserved = plan_gpu(gpu_flags, device)
     console = stderr_console()
     before = _earlier(source, resume=resume)
-    drawn = before.sampled if before is not None else []
-    made = Prepared(source, source.spec(drawn), console, resume=before is not None)
+    made = Prepared(source, before.sampled if before is not None else [], console, resume=before is not None)
     if before is not None:
         _check_same(before, made.record())
-    memory = memory_of(made.spec.run, made.model_dir, made.requests, plan, gpu_flags.vram)
+    memory = memory_of(made.spec.run, made.model_dir, made.specs(), reserved, gpu_flags.vram)
     gpu = None
-    if plan is not None:
-        plan = replace(plan, vram_mb=memory.budget_mb)
+    if reserved is not None:
+        if not memory.fits(list(memory.specs)):  # else the estimate of all, which may grow, is asked for
+            reserved = replace(reserved, vram_mb=memory.budget_mb)
         gpu = request_gpu(
-            plan, memory.estimate, f"sweep {source.name}", shared=join and made.base is not None
+            reserved, memory.estimate, f"sweep {source.name}", shared=join and made.base is not None
         )
-        console.print(Text(budget_line(plan, gpu, memory.estimate)))
+        console.print(Text(budget_line(reserved, gpu, memory.estimate)))
     directory = source.directory
     directory.mkdir(parents=True, exist_ok=True)
     lock = take_lock(directory / LOCK_FILE)
@@ -111,33 +114,125 @@ def sweep(
         os.close(lock)
 
 
+@app.command
+def plan(
+    file: Path,
+    *,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    device: str = "auto",
+    tokens_per_second: float | None = None,
+    run_flags: RunFlags = _NO_RUN_FLAGS,
+    adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
+    gpu_flags: GpuFlags = _NO_GPU_FLAGS,
+) -> int:
+    """Show the configurations, their predicted memory, who trains beside whom, and how long; train nothing.
+
+    Parameters
+    ----------
+    file
+        A TOML file with the run and a table [sweep]; flags go over what it says.
+    json
+        One object on stdout.
+    device
+        auto, cpu, cuda or cuda:N.
+    tokens_per_second
+        Of all that train at once together; without it the plan says tokens and no time.
+    """
+    if tokens_per_second is not None and not 0 < tokens_per_second < math.inf:
+        raise UsageError(f"--tokens-per-second: must be a finite number above 0, not {tokens_per_second}")
+    source = SweepFile(file, given(run_flags, adapter_flags))
+    gpu = plan_gpu(gpu_flags, device)
+    made = Prepared(source, [], stderr_console(), resume=read_sweep(source.directory) is not None)
+    memory = memory_of(made.spec.run, made.model_dir, made.specs(), gpu, gpu_flags.vram)
+    planned = plan_of(
+        made.trials(),
+        {name: job.work for name, job in made.jobs.items()},
+        made.spec.early_exit,
+        memory,
+        most=made.spec.max_concurrent,
+        tokens_per_second=tokens_per_second,
+    )
+    print_plan(planned, made.spec, json_lines=json)
+    return EXIT_OK
+
+
 class Prepared:
     """A sweep whose data is tokenised: everything about the input has been checked."""
 
-    def __init__(self, source: SweepFile, spec: SweepSpec, console: Console, *, resume: bool) -> None:
-        """UsageError for what is wrong with model, data or output directories."""
+    def __init__(
+        self, source: SweepFile, sampled: Sequence[dict[str, Any]], console: Console, *, resume: bool
+    ) -> None:
+        """`sampled`: what a sampler has drawn before. UsageError for what is wrong with the model, the data
+        or the output directories."""
         self.source = source
         self.console = console
         self.resume = resume
         self.created = time.time()
-        self._take(spec)
+        self.sampled = list(sampled)
+        self.jobs: dict[str, Job] = {}
+        self.base: str | None = None
+        space = source.spec().sampled
+        if space is not None and not self.sampled:
+            self.sampled = draw(space, [])
+        self._take()
 
-    def _take(self, spec: SweepSpec) -> None:
-        self.spec = spec
-        self.model_dir, self.requests = prepare(spec.run, self.console, resume=self.resume)
-        self.base = base_identity(self.model_dir)
-        check_prepared(spec.run, self.base, self.requests)
-        works = plan_work(self.requests)
-        for request, work in zip(self.requests, works, strict=True):
+    def draw(self, sweep: Sweep) -> tuple[Added, dict[str, Job]]:
+        """What a sampler gives next, told the losses at the boundary so far; it is written down first."""
+        space = self.spec.sampled
+        assert space is not None
+        losses = [sweep.boundary_loss(name) for name in self.jobs]
+        drawn = draw(space, list(zip(self.sampled, losses, strict=True)))
+        if not drawn:
+            return Added(()), {}
+        before = len(self.sampled)
+        self.sampled += drawn
+        self._take()
+        write_sweep(self.source.directory, self.record())
+        names = list(self.jobs)[before:]
+        return Added(tuple(self.trials()[before:])), {name: self.jobs[name] for name in names}
+
+    def all_requests(self) -> list[JobRequest]:
+        """Of every configuration; of those that are still to be drawn, name and directory only."""
+        requests = [job.request for job in self.jobs.values()]
+        if self.spec.sampled is not None:
+            some = self.sampled[:1] * self.spec.sampled.n_trials
+            later = self.source.spec(some).run.adapters[len(requests) :]
+            requests += [JobRequest(spec=spec, train_store="", train_hash="") for spec in later]
+        return requests
+
+    def _take(self) -> None:
+        """Prepare the configurations that are new; those before may be training."""
+        self.spec = spec = self.source.spec(self.sampled)
+        new = msgspec.structs.replace(spec.run, adapters=spec.run.adapters[len(self.jobs) :])
+        self.model_dir, requests = self._prepare(new)
+        for request, work in zip(requests, plan_work(requests), strict=True):
             if not work.val_rows:
                 raise UsageError(
                     f"adapter {request.spec.name}: no validation rows, and a sweep ranks by validation loss; "
                     "raise val_fraction, or set val_data"
                 )
-        self.jobs = {
-            request.spec.name: Job(_with(request, spec.early_exit), work)
-            for request, work in zip(self.requests, works, strict=True)
-        }
+            exiting = msgspec.structs.replace(request, early_exit=spec.early_exit)
+            self.jobs[request.spec.name] = Job(exiting, work)
+
+    def _prepare(self, run: RunSpec) -> tuple[Path, list[JobRequest]]:
+        """As for a run. What is wrong in the same way with several configurations is said once."""
+        try:
+            model_dir, requests = prepare(run, self.console, resume=self.resume)
+            self.base = base_identity(model_dir)
+            check_prepared(run, self.base, requests)
+            return model_dir, requests
+        except UsageError as error:
+            lines: dict[str, str] = {}
+            for line in str(error).splitlines():
+                without = line
+                for adapter in run.adapters:
+                    without = without.replace(f"adapter {adapter.name}:", "adapter:")
+                lines.setdefault(without, line)
+            raise UsageError("\n".join(lines.values())) from None
+
+    def specs(self) -> list[AdapterSpec]:
+        """Of the configurations so far."""
+        return [job.request.spec for job in self.jobs.values()]
 
     def trials(self) -> list[Trial]:
         """As the sweep's machine takes them, in the file's order."""
@@ -170,11 +265,8 @@ class Prepared:
                 )
                 for name, job in self.jobs.items()
             ],
+            sampled=self.sampled,
         )
-
-
-def _with(request: JobRequest, early_exit: EarlyExit) -> JobRequest:
-    return msgspec.structs.replace(request, early_exit=early_exit)
 
 
 def _earlier(source: SweepFile, *, resume: bool) -> SweepRecord | None:
@@ -215,6 +307,12 @@ def _check_same(before: SweepRecord, now: SweepRecord) -> None:
         )
 
 
+def _draw(made: Prepared, machine: Sweep, memory: Memory) -> tuple[Added, dict[str, Job]]:
+    added, jobs = made.draw(machine)
+    memory.specs.update({name: job.request.spec for name, job in jobs.items()})
+    return added, jobs
+
+
 def _run(
     made: Prepared,
     memory: Memory,
@@ -233,11 +331,11 @@ def _run(
         made.trials(),
         made.spec.early_exit,
         Packing(memory.fits, most=made.spec.max_concurrent),
+        expects_more=made.spec.sampled is not None,
     )
     machine.replay(read_decisions(directory))
-    view = make_view(
-        [(name, job.request.spec.output_dir) for name, job in made.jobs.items()], json_lines=json_lines
-    )
+    names = made.all_requests()
+    view = make_view([(one.spec.name, one.spec.output_dir) for one in names], json_lines=json_lines)
     told = False
 
     def on_tick() -> None:
@@ -252,11 +350,12 @@ def _run(
         run = SweepRun(
             sweep=machine,
             jobs=made.jobs,
-            names=[job.request for job in made.jobs.values()],
+            names=names,
             config=config,
             log=log,
             on_event=view.take,
             on_tick=on_tick,
+            draw=lambda: _draw(made, machine, memory),
             on_connected=lambda: view.say(f"a trainer runs {made.spec.run.model}"),
             stop=stop,
             join=join,

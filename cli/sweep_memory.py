@@ -1,20 +1,22 @@
 """What configurations of a sweep may train at once, by predicted memory.
 
-`predicted_mb` is the one place that predicts; a measured model takes the estimate's place there.
+`predicted_mb` is the one place that predicts; by the measured model where there is one (`choose_estimate`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import psutil
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
+from gshare.agent.jobs.memory_choice import choose_estimate
+from gshare.agent.jobs.spec import AdapterSpec, RunSpec, cache_bytes
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.vram.budget import parse_budget, show_mb, with_allowance
 from gshare.cli.gpu_plan import GpuPlan, room_mb
 
@@ -28,17 +30,21 @@ class Memory:
 
     run: RunSpec
     shape: ModelShape
-    specs: Mapping[str, AdapterSpec]
+    specs: dict[str, AdapterSpec]  # a sampler adds to them
     on_gpu: bool
     budget_mb: int
+    base: str | None = None  # its `base_identity`
+    cards: tuple[str, ...] = ()  # names of the GPUs that it may be on
 
     def fits(self, names: Sequence[str]) -> bool:
         return self.predicted_mb(names) <= self.budget_mb
 
     def predicted_mb(self, names: Sequence[str]) -> int:
         """Peak of training these at once, evaluation and saves included, MiB."""
-        total = self._of([self.specs[name] for name in names]).total
-        return with_allowance(total) if self.on_gpu else math.ceil(total / 2**20)
+        estimate = self._of([self.specs[name] for name in names])
+        if self.on_gpu:
+            return with_allowance(estimate.total, estimate.fragmentation)
+        return math.ceil(estimate.total / 2**20)
 
     def estimate(self) -> MemoryEstimate:
         """Of all of them at once: what is asked for is bounded by `budget_mb`."""
@@ -46,20 +52,24 @@ class Memory:
 
     def _of(self, specs: Sequence[AdapterSpec]) -> MemoryEstimate:
         tokens, longest = largest_pass(msgspec.structs.replace(self.run, adapters=tuple(specs)))
-        return estimate_run(
+        return choose_estimate(
             self.shape,
             specs,
             base_dtype=self.run.base_dtype,
             device="cuda" if self.on_gpu else "cpu",
             pass_tokens=tokens,
             longest_row=longest,
+            base=lambda: self.base,
+            cards=self.cards,
+            trunk_cache=cache_bytes(self.run.trunk_cache) or 0,
+            trunk_cache_host=int(self.run.trunk_cache_host * 2**30),
         )
 
 
 def memory_of(
     run: RunSpec,
     model_dir: Path,
-    requests: Sequence[JobRequest],
+    adapters: Sequence[AdapterSpec],
     plan: GpuPlan | None,
     vram: str | None,
 ) -> Memory:
@@ -70,8 +80,10 @@ def memory_of(
     """
     from gshare.agent.base.config import read_config
 
-    specs = {request.spec.name: request.spec for request in requests}
-    memory = Memory(run, ModelShape.of(read_config(model_dir)), specs, plan is not None, 0)
+    specs = {spec.name: spec for spec in adapters}
+    shape = ModelShape.of(read_config(model_dir))
+    cards = plan.cards if plan is not None else ()
+    memory = Memory(run, shape, specs, plan is not None, 0, base_identity(model_dir), cards)
     alone = {name: memory.predicted_mb([name]) for name in specs}
     largest = max(alone, key=lambda name: alone[name])
     if vram is not None:
@@ -90,4 +102,4 @@ def memory_of(
     room = now if now >= alone[largest] else ever
     # What all of them need is seldom more than a part of a large device; the rest is left to others.
     budget = min(room, memory.predicted_mb(list(specs)))
-    return Memory(run, memory.shape, specs, memory.on_gpu, budget)
+    return replace(memory, budget_mb=budget)

@@ -17,9 +17,10 @@ from gshare.agent.jobs import memory_grid
 from gshare.agent.jobs.memory_grid import Configuration
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.train.engine import Engine, Row
+from gshare.agent.train.engine import Engine
 from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
 from gshare.agent.train.memory_meter import CountingMeter
+from gshare.agent.train.part import Row
 from gshare.agent.train.rounds import Rounds
 from toy import VOCABULARY, new_backend, tiny_base
 

@@ -29,7 +29,7 @@ from gshare.kernels.staging import Staging
 
 if TYPE_CHECKING:
     from gshare.agent.base.config import ModelConfig
-    from gshare.agent.train.engine import Part, Row
+    from gshare.agent.train.part import Part, Row
 
 #: The seat whose flag nobody reads.
 NOBODY = 4096

@@ -23,7 +23,7 @@ from gshare.agent.jobs.events import JobStateName, LastLosses
 from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, lineage_line
 from gshare.agent.train.adapter import Adapter
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 from gshare.agent.train.rounds import StepWork
 
 

@@ -22,10 +22,10 @@ from gshare.agent.jobs.memory_grid import Configuration, grid
 from gshare.agent.jobs.memory_profile import MemoryProfile, Point, ProfileKey, make_profile
 from gshare.agent.jobs.pass_load import PassLoad, pass_load
 from gshare.agent.jobs.spec import AdapterSpec, BaseDtype
-from gshare.agent.train.engine import Row
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.memory_meter import Meter
 from gshare.agent.train.out_of_memory import is_out_of_memory
+from gshare.agent.train.part import Row
 from gshare.agent.train.rounds import Rounds, StepWork
 from gshare.kernels.backend import Backend
 
