@@ -211,8 +211,8 @@ class Prepared:
                     f"adapter {request.spec.name}: no validation rows, and a sweep ranks by validation loss; "
                     "raise val_fraction, or set val_data"
                 )
-            exiting = msgspec.structs.replace(request, early_exit=spec.early_exit)
-            self.jobs[request.spec.name] = Job(exiting, work)
+            stopped_early = msgspec.structs.replace(request, early_exit=spec.early_exit)
+            self.jobs[request.spec.name] = Job(stopped_early, work)
 
     def _prepare(self, run: RunSpec) -> tuple[Path, list[JobRequest]]:
         """As for a run. What is wrong in the same way with several configurations is said once."""
