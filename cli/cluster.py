@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 app = App(name="cluster", help="How the nodes of a cluster are, and what to mend on each.")
 
+app.command(
+    "gshare.cli.cluster_plan:plan", name="plan", help="When several sweeps would run, and on which GPUs."
+)
+
 #: All nodes are tried at once; one that is made ready installs its environment first.
 CHECK_SECONDS = 3600.0
 

@@ -76,8 +76,16 @@ async def deploy(remote: Remote, *, force: bool = False, say: Say = lambda text:
     return await _Deployment(remote, force, say).run()
 
 
+async def find_agent(remote: Remote) -> Deployed:
+    """The agent that runs on `remote.node`, whatever its version; installs, starts and ends nothing.
+
+    NodeFault "no_agent" when none runs there; else as `deploy`.
+    """
+    return await _Deployment(remote, False, lambda text: None).find()
+
+
 class _Deployment:
-    """One call of `deploy`."""
+    """One call of `deploy` or `find_agent`."""
 
     def __init__(self, remote: Remote, force: bool, say: Say) -> None:
         self._remote = remote
@@ -126,6 +134,15 @@ class _Deployment:
             await self._errand("clear", state_dir=look.state_dir, keep=[self._stamp])
         return self._deployed(look, command, complete.torch)
 
+    async def find(self) -> Deployed:
+        look = await self._look(want_torch=False)
+        if look.running is None:
+            raise self._fault(
+                "no_agent",
+                f"no agent runs in {look.state_dir} there; `gshare agent` starts one, and a coordinator does",
+            )
+        return self._deployed(look, self._bridge(look), "")
+
     async def _about_running(self, look: Look) -> Deployed | None:
         """The answer when the agent that runs is used as it is; None when it is to be replaced."""
         assert look.running is not None
@@ -152,7 +169,8 @@ class _Deployment:
             stamp = look.running.stamp.partition(on_node.STAMP_BORDER)[0]
             python = f"{look.state_dir}/install/{stamp}/venv/bin/python"
             return _command(Complete(python=python))
-        return (self._python, "-m", "gshare.cli.main")
+        python = look.running.python if look.running is not None else ""
+        return (python or self._python, "-m", "gshare.cli.main")
 
     def _deployed(self, look: Look, command: tuple[str, ...], torch: str, pending: str = "") -> Deployed:
         return Deployed(

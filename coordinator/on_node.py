@@ -144,7 +144,8 @@ def import_torch(python: list[str]) -> tuple[str, str]:
 
 
 def running(state: Path) -> dict[str, Any] | None:
-    """The agent that answers at the socket: its pid, and the stamp it was started with ("": by hand)."""
+    """The agent that answers at the socket: its pid, the stamp it was started with ("": by hand), and the
+    interpreter that runs it ("": not known)."""
     pid = listener(state)
     if pid is None:
         return None
@@ -153,7 +154,12 @@ def running(state: Path) -> dict[str, Any] | None:
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(f"{STAMP_VARIABLE}=".encode()):
                 stamp = entry.partition(b"=")[2].decode(errors="replace")
-    return {"pid": pid, "stamp": stamp}
+    python = ""
+    with contextlib.suppress(OSError):
+        # As it was called: in a virtual environment the link there, not what it leads to.
+        first = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+        python = first if first.startswith("/") else ""
+    return {"pid": pid, "stamp": stamp, "python": python}
 
 
 def has_systemd(state: Path) -> bool:

@@ -12,12 +12,21 @@ from typing import Protocol, TypeVar
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
+from gshare.agent.node.protocol import (
+    MAX_LOG_BYTES,
+    EndLeases,
+    LeasesEnded,
+    LogText,
+    ReadLog,
+    ReadSamples,
+    Samples,
+)
 from gshare.coordinator import events
 from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
+    EndNodeLeases,
     Fetched,
     FetchJob,
     JobEvaluations,
@@ -29,6 +38,7 @@ from gshare.coordinator.api_protocol import (
     Leaderboard,
     ListClusterJobs,
     ListNodes,
+    NodeLeasesEnded,
     NodeRow,
     NodeRows,
     PauseClusterJobs,
@@ -102,6 +112,8 @@ class Requests:
             return await self._log(request)
         if isinstance(request, ReadNodeLog):
             return await self._node_log(request)
+        if isinstance(request, EndNodeLeases):
+            return await self._end_leases(request)
         if isinstance(request, ReadEvaluations):
             return self._evaluations(request)
         if isinstance(request, ReadJobSamples):
@@ -293,14 +305,25 @@ class Requests:
 
     async def _node_log(self, request: ReadNodeLog) -> JobLog:
         node = request.node
+        link = self._link_to(node)
+        size = max(1, min(request.max_bytes, MAX_LOG_BYTES))
+        text = await _asked(f"node {node}", link.ask(LogText, ReadLog, max_bytes=size))
+        return JobLog(reply_to=request.id, node=node, text=text.text)
+
+    async def _end_leases(self, request: EndNodeLeases) -> NodeLeasesEnded:
+        link = self._link_to(request.node)
+        asked = link.ask(LeasesEnded, EndLeases, reservations=request.reservations)
+        ended = await _asked(f"node {request.node}", asked)
+        return NodeLeasesEnded(reply_to=request.id, failed=ended.failed)
+
+    def _link_to(self, node: str) -> AgentLink:
+        """UsageError: there is none of that name. RetryLater: it is away."""
         session = self._it.sessions.get(node)
         if session is None:
             raise UsageError(f"no node named {shorten(node)} in this cluster")
         if session.link is None:
             raise RetryLater(f"node {node} is away; try again when it is back")
-        size = max(1, min(request.max_bytes, MAX_LOG_BYTES))
-        text = await _asked(f"node {node}", session.link.ask(LogText, ReadLog, max_bytes=size))
-        return JobLog(reply_to=request.id, node=node, text=text.text)
+        return session.link
 
     def _evaluations(self, request: ReadEvaluations) -> JobEvaluations:
         if request.newest < 0:

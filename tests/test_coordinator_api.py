@@ -71,6 +71,8 @@ FIELDS = {
     "ClusterMessage": "level text job",
     "ClusterEventFrame": "journal_id seq event time",
     "ReadNodeLog": "id node max_bytes",
+    "EndNodeLeases": "id node reservations",
+    "NodeLeasesEnded": "reply_to failed",
     "ReadEvaluations": "id jobs newest",
     "ReadJobSamples": "id job after_step limit",
     "JobEvaluations": "reply_to evaluations",

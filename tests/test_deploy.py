@@ -116,7 +116,11 @@ def test_the_own_interpreter_is_used_and_a_second_deploy_does_nothing(
     assert environment["GSHARE_TEST_MARK"] == node.environment["GSHARE_TEST_MARK"]
     second = run(node)
     assert second.done == ()
-    assert on_node.running(Path(first.state_dir)) == {"pid": pid, "stamp": environment["GSHARE_DEPLOYED"]}
+    assert on_node.running(Path(first.state_dir)) == {
+        "pid": pid,
+        "stamp": environment["GSHARE_DEPLOYED"],
+        "python": sys.executable,
+    }
     end_agent(Path(first.state_dir))
     assert run(node).done == ("started the agent",)  # the control: it does see when there is none
 

@@ -32,10 +32,12 @@ def test_commands_are_frozen() -> None:
     assert {name: path for name, (path, _) in frame.COMMANDS.items()} == {
         "finetune": "gshare.cli.finetune:finetune",
         "jobs": "gshare.cli.jobs:app",
+        "report": "gshare.cli.report:report",
         "data": "gshare.cli.data:app",
         "generate": "gshare.cli.generate:generate",
         "export": "gshare.cli.export:export",
         "audit": "gshare.cli.audit:audit",
+        "estimate": "gshare.cli.estimate:estimate",
         "gpu": "gshare.cli.gpu:app",
         "agent": "gshare.cli.agent:app",
         "coordinator": "gshare.cli.coordinator:app",

@@ -251,6 +251,7 @@ def _reservations(seen: Status) -> list[ReservationInfo]:
             created=now - (row.age_s or 0.0),
             state="held",
             clients={client.name: client.budget_mb for client in row.clients},
+            lease=row.lease_left_s is not None,
         )
         for device in seen.devices
         for row in device.reservations

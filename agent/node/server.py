@@ -52,6 +52,7 @@ from gshare.agent.node.protocol import (
 from gshare.agent.node.samples import read_log, read_samples
 from gshare.agent.node.state_dir import StateDir
 from gshare.agent.service.wire import WireError, convert
+from gshare.agent.vram.leases import end_leases
 
 MAX_CLIENTS = 64
 #: Of these, so many are for coordinators: who only looks keeps nobody out who steers.
@@ -110,6 +111,7 @@ class NodeServer:
             protocol.ReleaseBundle: self._release,
             protocol.ReadSamples: self._read_samples,
             protocol.ReadLog: self._read_log,
+            protocol.EndLeases: self._end_leases,
             protocol.DrainNode: self._drain_node,
         }
 
@@ -414,6 +416,14 @@ class NodeServer:
             path = self._state.log
         text = await asyncio.to_thread(read_log, path, request.max_bytes)
         return protocol.LogText(reply_to=request.id, text=text)
+
+    async def _end_leases(self, connection: Connection, request: protocol.EndLeases) -> msgspec.Struct:
+        failed = await asyncio.to_thread(end_leases, request.reservations)
+        assert connection.hello is not None  # it comes before any request
+        for id in request.reservations:
+            if id not in failed:
+                self.say("info", f"{connection.hello.client} ended the hold {id}")
+        return protocol.LeasesEnded(reply_to=request.id, failed=failed)
 
     async def _drain_node(self, connection: Connection, request: protocol.DrainNode) -> msgspec.Struct:
         others = self.attempts.active_owners() - {connection.owner}

@@ -32,12 +32,13 @@ from gshare.agent.service.protocol import (
     ListJobs,
     Refused,
     TrainerHello,
+    WeightsTaken,
 )
 from gshare.agent.service.registry import LOCK, is_held
 from gshare.agent.service.server import connect_socket
 from gshare.agent.service.wire import FrameReader, convert, encode
 
-Reply = Done | Refused | Jobs | Following
+Reply = Done | Refused | WeightsTaken | Jobs | Following
 M = TypeVar("M", bound=msgspec.Struct)
 
 #: A reply that no round delays (list, follow, hello) comes at once; this long means that something is wrong.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gshare.agent.jobs.pass_load import rung
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.kernels.attention_triton import NOTHING, attention_blocks, block_capacity
@@ -29,15 +30,6 @@ if TYPE_CHECKING:
 #: The seat whose flag nobody reads.
 NOBODY = 4096
 _RANKS = (8, 16, 32, 64, 128, 256)
-
-
-def rung(rows: int) -> int:
-    """The padded number of rows: a multiple of 64 up to 512, of 128 up to 8,192, of 512 above.
-
-    At the 3,200 tokens of sixteen short rows 2 % are lost on average, and 70 shapes reach 8,192.
-    """
-    step = 64 if rows <= 512 else 128 if rows <= 8192 else 512
-    return max(step, -(-rows // step) * step)
 
 
 def _power(count: int) -> int:
