@@ -46,15 +46,15 @@ class Hearing:
         self,
         store: Store,
         cluster: Cluster,
-        sessions: Mapping[str, NodeSession],
         feed: Feed,
         announcer: Announcer,
         api: ApiServer,
+        sessions: Mapping[str, NodeSession],
     ) -> None:
         self.heard: dict[str, float] = {}  # node → monotonic s
         self.losses: dict[str, tuple[int, float]] = {}  # job → its last step and loss, by its samples
-        self._store, self._cluster, self._sessions, self._feed = store, cluster, sessions, feed
-        self._announcer, self._api = announcer, api
+        self._store, self._cluster, self._feed = store, cluster, feed
+        self._announcer, self._api, self._sessions = announcer, api, sessions
         self._cursors: dict[str, Cursor] = {}
         self._moved: set[str] = set()  # nodes whose cursor is not written yet
         #: What each node said last of its attempts: what is the same is not handled (and written) again.
@@ -76,8 +76,9 @@ class Hearing:
         self.heard[node] = time.monotonic()
         mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
-        up = events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining, agent=hello.agent_id)
-        self._feed(up)
+        self._feed(
+            events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining, agent=hello.agent_id)
+        )
 
     def beat(self, node: str, info: NodeInfo) -> None:
         self.heard[node] = time.monotonic()

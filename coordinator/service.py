@@ -103,7 +103,7 @@ class Coordinator:
         )
         self._announcer = Announcer(tell, self._api, self.cluster.jobs)
         self.say = self._announcer.say
-        self._hearing = Hearing(store, self.cluster, self.sessions, self.feed, self._announcer, self._api)
+        self._hearing = Hearing(store, self.cluster, self.feed, self._announcer, self._api, self.sessions)
         self.heard, self.losses = self._hearing.heard, self._hearing.losses
         self._executor = Executor(
             owner=store.owner,

@@ -47,12 +47,24 @@ class RowInvariantGemm:
         self._splits_above = splits_above
         self._checked = checked
         self._plans: dict[tuple[str, torch.Size, torch.dtype], Plan] = {}
+        self._separable: dict[tuple[torch.Size, torch.dtype, int], bool] = {}
 
     def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return self._run("linear", linear_reference, x, w)
 
     def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return self._run("linear_dx", linear_dx_reference, dy, w)
+
+    def separable(self, w: torch.Tensor, at: int) -> bool:
+        """Whether x @ wᵀ has the bits of the products with w[:at] and w[at:], side by side; checked on random
+        rows the first time, as the plans are."""
+        key = (w.shape, w.dtype, at)
+        if key not in self._separable:
+            probe = random_rows(max(CHECK_ROWS[w.device.type]), w)
+            whole = self.linear(probe, w)
+            parts = torch.cat([self.linear(probe, w[:at]), self.linear(probe, w[at:])], dim=1)
+            self._separable[key] = torch.equal(whole, parts)
+        return self._separable[key]
 
     def plans(self) -> dict[str, Plan]:
         """What was chosen per product and shape, for `gshare doctor`, audits and the fingerprint."""
@@ -97,9 +109,8 @@ def choose_plan(
     The probe is made of random rows with the width of `x`; it never looks at the job's own data, so the
     choice is the same in every process.
     """
-    generator = torch.Generator().manual_seed(0)
     check = CHECK_ROWS[x.device.type]
-    probe = torch.randn(max(check), x.shape[1], generator=generator).to(x.device, x.dtype)
+    probe = random_rows(max(check), x)
     tiled = in_tiles(product, probe, w)
 
     def same(run: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -119,6 +130,12 @@ def choose_plan(
         "neighbours even in fixed tiles; exact training is not possible with this BLAS. On x86 start Python "
         "with MKL_CBWR=AVX2,STRICT (gshare's own trainer does)."
     )
+
+
+def random_rows(rows: int, like: torch.Tensor) -> torch.Tensor:
+    """(rows, columns of `like`) in its dtype and on its device: the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, like.shape[1], generator=generator).to(like.device, like.dtype)
 
 
 def _batch_dependent(

@@ -74,6 +74,10 @@ class CudaGemm:
         plan = self._plans.get(key) or self._choose(key, linear_reference, linear_triton, w)
         return x @ w.t() if plan == "cublas" else linear_triton(x, w)
 
+    def separable(self, w: torch.Tensor, at: int) -> bool:
+        """As `RowInvariantGemm.separable`; true of bf16, where every product has the own GEMM's bits."""
+        return (self.exact and w.dtype == torch.bfloat16) or self._other.separable(w, at)
+
     def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """dy (M, N) @ w (N, K) → (M, K)."""
         if dy.dtype != torch.bfloat16 or not self.exact:

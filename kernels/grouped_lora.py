@@ -10,7 +10,9 @@ Per adapter with rank r, scaling s, keep probability p and keep mask m (1 withou
 
 Order (NUMERICS.md, *dA and dB*): the sum over tokens restarts at each sequence, and the sequences'
 partial sums are added in order into one fp32 accumulator, which lives through the micro-batches of the
-step. So it does not matter how the step's sequences were cut into passes.
+step. So it does not matter how the step's sequences were cut into passes. Where a slot holds only some rows
+of a sequence (`LoraSlot.places`), the sum runs over all its positions with zeros at the others: it has the
+bits that it has when those rows are there and their dy is zero.
 """
 
 from __future__ import annotations
@@ -25,9 +27,24 @@ def _dropped_input(x: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
     """x ∘ m of the slot's `index`-th sequence, (L, K)."""
     first, last = slot.sequences[index]
     rows = x[first:last]
-    if slot.keep is None:
-        return rows
-    return rows * slot.keep(index, rows.shape[1])
+    return rows if slot.keep is None else rows * _kept(slot, index, rows.shape[1])
+
+
+def _kept(slot: LoraSlot, index: int, features: int) -> torch.Tensor:
+    """The keep mask of the rows that are here of the slot's `index`-th sequence."""
+    assert slot.keep is not None
+    mask = slot.keep(index, features)
+    return mask if slot.places is None else mask[slot.places[index][0]]
+
+
+def _in_place(rows: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
+    """The slot's `index`-th sequence in fp32, zeros in rows that are not here."""
+    if slot.places is None:
+        return rows.float()
+    places, length = slot.places[index]
+    whole = torch.zeros(length, rows.shape[1], device=rows.device)
+    whole[places] = rows.float()
+    return whole
 
 
 def _aligned(t: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -79,7 +96,7 @@ def lora_dx_reference(
         d_input = _product(ds, slot.a, slot)
         if slot.keep is not None:
             for index, (first, last) in enumerate(slot.sequences):
-                d_input[first - slot.start : last - slot.start] *= slot.keep(index, d_input.shape[1])
+                d_input[first - slot.start : last - slot.start] *= _kept(slot, index, d_input.shape[1])
         dx[slot.start : slot.end] += d_input
     return saved
 
@@ -98,5 +115,6 @@ def lora_grads_reference(
         assert grad_b is not None
         for index, (first, last) in enumerate(slot.sequences):
             a, b = first - slot.start, last - slot.start
-            grad_b += dy[first:last].float().t() @ _aligned(s, a, b)
-            grad_a += _aligned(ds, a, b).t() @ _dropped_input(x, slot, index).float()
+            dropped = _in_place(_dropped_input(x, slot, index), slot, index)
+            grad_b += _in_place(dy[first:last], slot, index).t() @ _in_place(_aligned(s, a, b), slot, index)
+            grad_a += _in_place(_aligned(ds, a, b), slot, index).t() @ dropped

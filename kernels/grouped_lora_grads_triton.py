@@ -6,7 +6,8 @@ For the linears j of a group and the adapters i of a pass (`lora_tables.py`; T t
 
 Order of the sums: one fp32 accumulator starts at what `grads` holds (at zero for an adapter that the tables
 call fresh) and runs over the adapter's sequences in order, in granules of 64 tokens counted from each
-sequence's first: cutting a step's sequences into more calls changes no bits.
+sequence's first: cutting a step's sequences into more calls changes no bits. Where the tables say which row a
+token has (`PassTables.rows`), a token without one keeps its place in its granule, as zeros.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ _COLUMN_ALIGN = tl.constexpr(COLUMN_ALIGN)
 
 
 @triton.jit
-def _granule(granules, g, BLOCK_T: tl.constexpr):
-    """Tokens (BLOCK_T,) int64 of a granule and which of them it has."""
+def _granule(granules, rows, g, BLOCK_T: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """Rows (BLOCK_T,) int64 of a granule's tokens and which of them it has."""
     t = tl.load(granules + g * 2) + tl.arange(0, BLOCK_T)
-    return t.to(tl.int64), t < tl.load(granules + g * 2 + 1)
+    t_ok = t < tl.load(granules + g * 2 + 1)
+    if HAS_ROWS:
+        t = tl.load(rows + t, mask=t_ok, other=-1)
+        t_ok = t >= 0
+    return t.to(tl.int64), t_ok
 
 
 @triton.jit
@@ -45,6 +50,7 @@ def _grad_a(
     mask,
     grads,
     granules,
+    rows,
     first,
     end,
     table,
@@ -62,6 +68,7 @@ def _grad_a(
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One tile of every linear's dAᵀ: BLOCK_F features by BLOCK_C columns of dS. held: grads hold a sum."""
@@ -73,7 +80,7 @@ def _grad_a(
     keep = (f < K)[:, None] & (linear >= 0)[None, :] & (first < end)
     acc = tl.load(places, mask=keep & held, other=0.0)
     for g in range(first, tl.where(c0 < columns, end, first)):
-        t, t_ok = _granule(granules, g, BLOCK_T)
+        t, t_ok = _granule(granules, rows, g, BLOCK_T, HAS_ROWS)
         # A mask along features only where tiles do not divide them: it is the loads' longest arithmetic.
         x_ok = t_ok[:, None] if EVEN else t_ok[:, None] & (f < K)[None, :]
         xs = tl.load(x + t[:, None] * x_stride + f[None, :], mask=x_ok, other=0.0)
@@ -98,6 +105,7 @@ def _grad_b(
     s,
     b_grads,
     granules,
+    rows,
     first,
     end,
     held,
@@ -111,6 +119,7 @@ def _grad_b(
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EVEN: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One tile of one linear's dB: BLOCK_F features by BLOCK_C of its columns of S. EVEN: tiles divide every
@@ -120,7 +129,7 @@ def _grad_b(
     keep = (f < features)[:, None] & (c < rank)[None, :] & (first < end)
     acc = tl.load(b_grads + f[:, None] * rank + c[None, :], mask=keep & held, other=0.0)
     for g in range(first, tl.where(c0 < rank, end, first)):
-        t, t_ok = _granule(granules, g, BLOCK_T)
+        t, t_ok = _granule(granules, rows, g, BLOCK_T, HAS_ROWS)
         y_ok = t_ok[:, None] if EVEN else t_ok[:, None] & (f < features)[None, :]
         ys = tl.load(dy + t[:, None] * dy_stride + f[None, :], mask=y_ok, other=0.0)
         s_ok = t_ok[:, None] & (c < column_width(rank))[None, :]
@@ -143,6 +152,7 @@ def _grads_kernel(
     mask,
     grads,
     granules,
+    rows,
     spans,
     fresh,
     table,
@@ -164,6 +174,7 @@ def _grads_kernel(
     A_COLUMNS: tl.constexpr,
     B_COLUMNS: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Both products as (features, columns) = (tokens, features)ᵀ (tokens, columns): 64 features or more are
@@ -187,6 +198,7 @@ def _grads_kernel(
             mask,
             grads,
             granules,
+            rows,
             first,
             end,
             table,
@@ -204,6 +216,7 @@ def _grads_kernel(
             A_FEATURES,
             A_COLUMNS,
             HAS_MASK,
+            HAS_ROWS,
             WIDEN,
         )
     else:
@@ -214,6 +227,7 @@ def _grads_kernel(
             s + first_column(table, adapters, adapter, j, J),
             grads + offset(table, adapters, adapter, j, 1),
             granules,
+            rows,
             first,
             end,
             held,
@@ -227,6 +241,7 @@ def _grads_kernel(
             B_FEATURES,
             B_COLUMNS,
             N0 % B_FEATURES == 0 and N1 % B_FEATURES == 0 and N2 % B_FEATURES == 0,
+            HAS_ROWS,
             WIDEN,
         )
 
@@ -266,7 +281,7 @@ def lora_grads(
     adapter's are written and what was there is not read.
 
     x (T, K) and dy (T, ΣN_j), rows may be strided; S and dS (T, columns) as `lora_shrink` and `lora_ds` give
-    them; mask (J, T, K) uint8, 1 keeps.
+    them; mask (J, T, K) uint8, 1 keeps. With `PassTables.rows` T is the number of rows, not of tokens.
     """
     table = tables.groups[group]
     tokens, k = x.shape
@@ -296,6 +311,7 @@ def lora_grads(
         x if mask is None else mask,
         grads,
         tables.granules,
+        tables.granules if tables.rows is None else tables.rows,
         tables.spans,
         tables.fresh,
         table.matrices,
@@ -317,6 +333,7 @@ def lora_grads(
         A_COLUMNS=a_columns,
         B_COLUMNS=b_columns,
         HAS_MASK=mask is not None,
+        HAS_ROWS=tables.rows is not None,
         WIDEN=INTERPRET,
         num_warps=WARPS,
         num_stages=grad_stages(a_features, b_features, max(a_columns, b_columns), size, mask is not None),

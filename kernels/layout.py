@@ -59,6 +59,9 @@ class LoraSlot:
     A (r, K) and B (N, r) are views of the arena in compute dtype; `grad_a`, `grad_b` are fp32 views of
     the same shapes that the backward adds to. `sequences` are absolute token ranges, in order, and
     cover start:end. `keep` gives the dropout keep mask (L, K) of the i-th of them; None: no dropout.
+
+    `places`: only some rows of each sequence are here (a range may be empty then); the i-th of it holds their
+    positions within the sequence, and its length.
     """
 
     start: int
@@ -71,6 +74,7 @@ class LoraSlot:
     scaling: float
     keep_probability: float = 1.0
     keep: KeepMask | None = None
+    places: tuple[tuple[torch.Tensor, int], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ memory that stays where it is, so that a captured CUDA graph serves every pass o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -90,6 +91,11 @@ class GroupTable:
     matrices: torch.Tensor
 
 
+def row_blocks(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """`blocks` of adapters that own these rows, (first, end) each; an adapter may have none."""
+    return [(i, t, end) for i, (start, end) in enumerate(ranges) for t in range(start, end, BLOCK_T)]
+
+
 class PassTables:
     """The tables of a pass, laid out on the host and uploaded into the same memory.
 
@@ -128,6 +134,7 @@ class PassTables:
         on_device = self.staging.device
         self.blocks, self.granules = on_device["blocks"], on_device["granules"]
         self.spans, self.scales, self.fresh = on_device["spans"], on_device["scales"], on_device["fresh"]
+        self.rows: torch.Tensor | None = None
         self.groups: list[GroupTable] = []
         first = 0
         for group in groups:
@@ -136,6 +143,16 @@ class PassTables:
             self.groups.append(GroupTable(group, columns, matrices))
             first += group.linears
         self.refresh([])
+
+    def over(self, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> PassTables:
+        """The same adapters over other rows of x and y, which `blocks` (n, 3) int32 lays out.
+
+        rows (T,) int32: the row of each token that the granules count, −1 where it has none; its dy is taken
+        for zero then. Left out: the rows are the tokens' own.
+        """
+        view = copy(self)
+        view.blocks, view.max_blocks, view.rows = blocks, blocks.shape[0], rows
+        return view
 
     def refresh(self, adapters: Sequence[PassAdapter], fresh: Sequence[bool] = ()) -> None:
         """`lay_out` and `upload`."""
@@ -175,7 +192,7 @@ class PassTables:
 
     def _tiles(self, adapters: Sequence[PassAdapter]) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Blocks, granules and spans; ValueError when they do not fit."""
-        blocks: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int]] = []
         granules: list[tuple[int, int]] = []
         spans, last_token, sequences = [0], 0, 0
         for i, adapter in enumerate(adapters):
@@ -186,9 +203,10 @@ class PassTables:
                 assert first == last_token < stop, f"adapter {i}: its sequences do not tile its tokens"
                 granules += [(t, stop) for t in range(first, stop, BLOCK_T)]
                 last_token = stop
-            blocks += [(i, t, end) for t in range(start, end, BLOCK_T)]
+            ranges.append((start, end))
             spans.append(len(granules))
             sequences += len(adapter.sequences)
+        blocks = row_blocks(ranges)
         for what, count, most in (
             ("adapters", len(adapters), self.max_adapters),
             ("sequences", sequences, self.max_sequences),

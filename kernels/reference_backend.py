@@ -42,6 +42,9 @@ class ReferenceBackend:
         self.calls["linear_dx"] += 1
         return self.gemm.linear_dx(dy, w)
 
+    def separable(self, w: torch.Tensor, at: int) -> bool:
+        return self.gemm.separable(w, at)
+
     # ------------------------------------------------------------------ LoRA
 
     def lora_forward(

@@ -104,6 +104,9 @@ class TritonBackend:
         self.calls["linear_dx"] += 1
         return self.gemm.linear_dx(dy, w)
 
+    def separable(self, w: torch.Tensor, at: int) -> bool:
+        return self.gemm.separable(w, at)
+
     # ------------------------------------------------------------------ LoRA
 
     def lora_forward(

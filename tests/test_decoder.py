@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gshare.agent.base.config import linear_prefix
-from gshare.agent.base.decoder import Decoder
+from gshare.agent.base.decoder import Decoder, Stage
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.jobs.spec import LINEARS
@@ -80,7 +80,9 @@ def reference(path: Path) -> Any:
 
 
 def packed_logits(decoder: Decoder, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    x, kept = decoder.forward(torch.cat(list(sequences)), layout_of(sequences), NoLora())
+    layout = layout_of(sequences)
+    stages = [Stage.whole(layout, NoLora())]
+    x, kept = decoder.forward(decoder.embed(torch.cat(list(sequences))), stages)
     assert not kept
     return list(decoder.logits(x).split([len(row) for row in sequences]))
 
@@ -176,7 +178,8 @@ def packed_step(
     """Next-token loss, summed over all tokens; gradients go into the adapters. Returns the loss."""
     layout = layout_of(sequences)
     base, tokens = decoder.base, torch.cat(list(sequences))
-    x, kept = decoder.forward(tokens, layout, plan, keep_from=0, checkpoint=checkpoint)
+    stages = [Stage.whole(layout, plan)]
+    x, kept = decoder.forward(decoder.embed(tokens), stages, keep=True, checkpoint=checkpoint)
     label_rows = torch.cat([torch.arange(start, end - 1) for start, end in layout.sequences])
     h, rstd = decoder.final_norm(x[label_rows])
     nll, dh = decoder.backend.cross_entropy(
@@ -185,7 +188,7 @@ def packed_step(
     assert dh is not None
     dx = torch.zeros_like(x)
     dx[label_rows] = decoder.backend.rms_norm_backward(dh, x[label_rows], base.final_norm, rstd)
-    decoder.backward(dx, kept, layout, plan, lowest=0)
+    decoder.backward(dx, kept, stages)
     assert not kept
     return float(nll.sum())
 

@@ -34,7 +34,7 @@ FROZEN_EVENTS = {
     # last, exit: added; who does not know them ignores them
     "job": "job state step total_steps reason last exit",
     "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds "
-    "adapters_in_pass",
+    "adapters_in_pass trunk_shared",  # trunk_shared: added; who does not know it ignores it
     "eval": "job step val_loss label_tokens best",
     "checkpoint": "job step path",
     "message": "level text job",

@@ -15,7 +15,7 @@ from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
 from gshare.agent.jobs.memory_choice import choose_estimate
 from gshare.agent.jobs.model_limits import add_model_faults
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, cache_bytes
 from gshare.agent.xdg import cache_dir
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def run_estimate(
         longest_row=longest,
         base=lambda: base_identity(model_dir),
         cards=cards,
+        trunk_cache=cache_bytes(run.trunk_cache) or 0,
+        trunk_cache_host=int(run.trunk_cache_host * 2**30),
     )
 
 

@@ -63,6 +63,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     label_tokens: int  # tokens that the loss is over
     seconds: float  # wall time of the step's round, without what passed before the last round was there
     adapters_in_pass: int  # how many jobs shared that round
+    trunk_shared: float = 0.0  # of its work below the jobs' lowest adapted layers, the part not run: 0 … 1
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="eval"):

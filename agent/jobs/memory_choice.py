@@ -23,6 +23,8 @@ from gshare.agent.xdg import cache_dir
 CPU_CARD = "cpu"
 #: What is in a measured peak and known without measuring.
 _KNOWN = ("base", "unpacking", "adapters", "optimizer")
+#: Held beside what a measured peak has.
+_APART = ("trunk cache",)
 
 
 def profile_dir() -> Path:
@@ -51,6 +53,8 @@ def choose_estimate(
     longest_row: int,
     base: Callable[[], str | None],
     cards: Sequence[str] = (),
+    trunk_cache: int = 0,
+    trunk_cache_host: int = 0,
 ) -> MemoryEstimate:
     """The peak memory of a run; the largest over `cards`, on any of which it may be (names of GPUs).
 
@@ -65,6 +69,8 @@ def choose_estimate(
         device=device,
         pass_tokens=pass_tokens,
         longest_row=longest_row,
+        trunk_cache=trunk_cache,
+        trunk_cache_host=trunk_cache_host,
     )
     asked = tuple(dict.fromkeys(cards)) if device == "cuda" else (CPU_CARD,)
     if not adapters or not asked or not profile_dir().is_dir() or (identity := base()) is None:
@@ -152,7 +158,7 @@ def measured_estimate(by_part: MemoryEstimate, load: PassLoad, profile: MemoryPr
             f"{model.margin:.1%}; worst error on unseen configurations {model.worst_error:.1%}",
         )
     )
-    parts += [part for part in by_part.parts if part.host]
+    parts += [part for part in by_part.parts if part.host or part.name in _APART]
     source = f"model of {len(profile.points)} measured configurations"
     return MemoryEstimate(tuple(parts), by_part.device, fragmentation=0.0, source=source)
 

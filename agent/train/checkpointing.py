@@ -32,8 +32,29 @@ def does_not_fit(
 
     `identity`: the base's `base_identity`, under which it may have been measured.
     """
+    spare = spare_bytes(
+        base,
+        specs,
+        max_tokens=max_tokens,
+        max_adapters=max_adapters,
+        budget_mb=budget_mb,
+        identity=identity,
+    )
+    return spare is not None and spare < 0
+
+
+def spare_bytes(
+    base: Base,
+    specs: Sequence[AdapterSpec],
+    *,
+    max_tokens: int,
+    max_adapters: int,
+    budget_mb: int | None,
+    identity: Callable[[], str | None] = lambda: None,
+) -> int | None:
+    """What the reservation has over the run's estimate, activations kept; None without one."""
     if budget_mb is None or not specs:
-        return False
+        return None
     run = RunSpec(
         model="", max_tokens_per_pass=max_tokens, max_adapters_per_pass=max_adapters, adapters=tuple(specs)
     )
@@ -48,7 +69,7 @@ def does_not_fit(
         base=identity,
         cards=(card_name(base.device),),
     )
-    return estimate.total > budget_mb * 2**20
+    return budget_mb * 2**20 - estimate.total
 
 
 def card_name(device: torch.device) -> str:

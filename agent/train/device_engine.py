@@ -5,30 +5,43 @@ until somebody asks for losses or verdicts, so a caller queues the next round wh
 Results come back in memory of their own (`staging.Readback`): a later round does not write over them. The
 first pass of a shape runs launch by launch (kernels are built, GEMMs are checked), the second is captured,
 later ones are replayed. Captured or not, the launches and so the bits are the same.
+
+A pass whose adapters all begin above layer 0 is two: the trunk, which leaves its states in memory that stays
+where it is, and what is above. Each has shapes and graphs of its own.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from gshare.agent.base.decoder import Needed, Stage
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
 from gshare.agent.train.device_optimizer import DeviceOptimizer
-from gshare.agent.train.device_pass import PassBuffers, PassRows, PassShape, matrix_table
-from gshare.agent.train.engine import Engine, Part, Verdict
+from gshare.agent.train.device_pass import (
+    PassBuffers,
+    PassRows,
+    PassShape,
+    TrunkBuffers,
+    TrunkShape,
+    matrix_table,
+)
+from gshare.agent.train.engine import Engine, Part, Row, Verdict
+from gshare.agent.train.trunk import PassPlan, TrunkUse
+from gshare.agent.train.trunk_cache import fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
-from gshare.kernels.lora_tables import LoraWorkspace
+from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.staging import Fetched, Readback
 from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
 
@@ -40,15 +53,19 @@ MAX_GRAPHS = 48
 GRAPHS_VARIABLE = "GSHARE_CUDA_GRAPHS"  # "0": never
 
 
+#: (shape, whether it trains).
+Key = tuple[PassShape | TrunkShape, bool]
+
+
 @dataclass
 class _Entry:
     """A shape that was met: its tables, and its graph once captured."""
 
-    buffers: PassBuffers
+    buffers: PassBuffers | TrunkBuffers
     version: int = 0  # changes with what the next upload would carry
     runs: int = 0
     graph: torch.cuda.CUDAGraph | None = None
-    nll: torch.Tensor | None = None
+    output: torch.Tensor | None = None
     pointers: tuple[int, ...] = ()
 
 
@@ -60,10 +77,11 @@ class Prepared:
     does a change of slots or specs. Such a pass is laid out again when it is queued: it is only slower.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # as they were given
+    plan: PassPlan
     training: bool
-    counts: list[int]
-    key: tuple[PassShape, bool]
+    counts: list[int]  # of the plan's parts
+    key: Key
     entry: _Entry
     version: int
     basis: tuple[object, ...]
@@ -73,13 +91,21 @@ class Prepared:
 class Pending:
     """A pass under way: `losses` waits for it."""
 
+    plan: PassPlan
     counts: Sequence[int]
     nll: Fetched
+    kept: int = 0  # tokens of the trunk whose states were there already
+
+    @property
+    def trunk(self) -> TrunkUse:
+        return self.plan.use(self.kept)
 
     def losses(self) -> list[list[float]]:
         flat = self.nll.read()[0].tolist()
         ends = list(accumulate(self.counts))
-        return [flat[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+        return self.plan.in_order(
+            [flat[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+        )
 
 
 class DeviceEngine(Engine):
@@ -89,7 +115,9 @@ class DeviceEngine(Engine):
 
     def __init__(self, base: Base, backend: Backend) -> None:
         super().__init__(base, backend)
-        self._entries: OrderedDict[tuple[PassShape, bool], _Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        # The trunk's states, (rows, H): the pass above gathers from it. Its last row takes what nobody reads.
+        self._states = torch.empty(0, base.config.hidden_size, dtype=base.compute_dtype, device=base.device)
         self._matrices: dict[str, tuple[Slot, np.ndarray]] = {}
         self._positions = 2048
         self._workspace = LoraWorkspace(base.device)
@@ -126,14 +154,19 @@ class DeviceEngine(Engine):
 
     def prepare(self, parts: Sequence[Part], *, training: bool = True) -> Prepared:
         """Lay a pass out while the device is busy with another; `queue` starts it."""
-        rows = PassRows.of(parts)
-        key = (PassShape.of(parts, rows, training=training, checkpointing=self.checkpointing), training)
-        entry = self._entry(key)
+        plan = PassPlan.of(parts, share=self.share_trunk)
+        rows = PassRows.of(plan.parts)
+        shape = PassShape.of(plan, rows, training=training, checkpointing=self.checkpointing)
+        key = (shape, training)
+        entry = self._entry(key, lambda: PassBuffers(shape, self.base.config, self.base.device))
         while self._positions < np.diff(rows.starts).max():
             self._positions *= 2
-        entry.buffers.lay_out(parts, rows, [self._table(part) for part in parts], training=training)
+        matrices = [self._table(part) for part in plan.parts]
+        assert isinstance(entry.buffers, PassBuffers)
+        entry.buffers.lay_out(plan, rows, matrices, training=training)
         entry.version += 1
-        return Prepared(parts, training, rows.counts, key, entry, entry.version, self._basis(parts))
+        basis = self._basis(parts)
+        return Prepared(parts, plan, training, rows.counts, key, entry, entry.version, basis)
 
     @torch.no_grad()
     def queue(self, work: Prepared | Sequence[Part]) -> Pending:
@@ -150,30 +183,58 @@ class DeviceEngine(Engine):
         self._count(parts)
         if prepared is None or self._is_stale(prepared):
             prepared = self.prepare(parts, training=training)
-        entry, (shape, _) = prepared.entry, prepared.key
-        names, optimizer = [part.adapter.name for part in parts], self.optimizer
+        plan, entry, optimizer = prepared.plan, prepared.entry, self.optimizer
+        names, buffers = [part.adapter.name for part in plan.parts], entry.buffers
+        assert isinstance(buffers, PassBuffers)
+        kept = 0
+        if plan.trunk:
+            self._reserve_states(sum(len(row.tokens) for row in plan.trunk))
+            kept = fill_states(self.cache, plan, self._states, self._run_rows)
         entry.version += 1
-        entry.buffers.upload(
+        buffers.upload(
             prepared.counts,
             [optimizer.seat(name) for name in names],
             [training and optimizer.fresh(name) for name in names],
         )
+        nll = self._run(entry, lambda: self._launch(buffers, training))
+        if training:
+            optimizer.passed(names)
+        return Pending(plan, prepared.counts, self._readback.fetch(nll), kept)
+
+    def _reserve_states(self, tokens: int) -> None:
+        """Room in `_states` for so many tokens, and the row past them."""
+        if len(self._states) <= tokens:
+            hidden, dtype = self._states.shape[1], self._states.dtype
+            # Zeros: padding of the pass above gathers row 0.
+            self._states = torch.zeros(1 << tokens.bit_length(), hidden, dtype=dtype, device=self.base.device)
+
+    def _run_rows(
+        self, rows: Sequence[Row], layers: int, states: torch.Tensor, places: Sequence[int]
+    ) -> None:
+        assert states is self._states
+        shape = TrunkShape.of(rows, layers)
+        entry = self._entry((shape, False), lambda: TrunkBuffers(shape, self.base.device))
+        buffers = entry.buffers
+        assert isinstance(buffers, TrunkBuffers)
+        buffers.upload(rows, places, len(states) - 1)
+        self._run(entry, lambda: self._launch_trunk(buffers))
+
+    def _run(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `launch` gives, launched or replayed; in a graph's memory, so until another one runs."""
         pointers = self._pointers()
         if entry.pointers != pointers:
             entry.graph, entry.pointers, entry.runs = None, pointers, 0
         if entry.graph is not None:
             entry.graph.replay()
             self.replays += 1
-            nll = entry.nll
-        elif self._worth_a_graph(shape) and entry.runs >= 1:
-            nll = self._capture(entry, training)
+        elif self._worth_a_graph(entry.buffers.shape.tokens) and entry.runs >= 1:
+            self._capture(entry, launch)
         else:
-            nll = self._launch(entry.buffers, training)
+            entry.output = launch()
         entry.runs += 1
-        if training:
-            optimizer.passed(names)
-        assert nll is not None
-        return Pending(prepared.counts, self._readback.fetch(nll))
+        output, entry.output = entry.output, entry.output if entry.graph is not None else None
+        assert output is not None
+        return output
 
     def _is_stale(self, prepared: Prepared) -> bool:
         """Whether what was laid out is gone, or is no longer what it would be."""
@@ -185,12 +246,13 @@ class DeviceEngine(Engine):
 
     def _basis(self, parts: Sequence[Part]) -> tuple[object, ...]:
         """What a layout depends on besides the rows."""
-        return (self.arena.generation, self.checkpointing, *(part.adapter.spec for part in parts))
+        switches = (self.checkpointing, self.share_trunk)
+        return (self.arena.generation, *switches, *(part.adapter.spec for part in parts))
 
-    def _entry(self, key: tuple[PassShape, bool]) -> _Entry:
+    def _entry(self, key: Key, make: Callable[[], PassBuffers | TrunkBuffers]) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(PassBuffers(key[0], self.base.config, self.base.device))
+            entry = self._entries[key] = _Entry(make())
             if len(self._entries) > MAX_GRAPHS:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
@@ -216,51 +278,40 @@ class DeviceEngine(Engine):
             arena.whole("grads").data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
+            self._states.data_ptr(),
         )
 
-    def _worth_a_graph(self, shape: PassShape) -> bool:
-        return self.graphs and shape.tokens * self._parameters <= GRAPH_LIMIT
+    def _worth_a_graph(self, tokens: int) -> bool:
+        return self.graphs and tokens * self._parameters <= GRAPH_LIMIT
 
-    def _capture(self, entry: _Entry, training: bool) -> torch.Tensor:
+    def _capture(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.base.device)
         with torch.cuda.graph(graph, pool=self._pool):
-            entry.nll = self._launch(entry.buffers, training)
+            entry.output = launch()
         if self._pool is None:
             self._pool = graph.pool()
         entry.graph = graph
         graph.replay()
         self.replays += 1
-        return entry.nll
 
     # ------------------------------------------------------------------ one pass
+
+    def _launch_trunk(self, buffers: TrunkBuffers) -> torch.Tensor:
+        """`_states`. Reads device memory only, as `_launch` does."""
+        layout = self._layout_of(buffers.device, "", buffers.shape.tokens)
+        x = self.decoder.trunk(buffers.device["tokens"], layout, buffers.shape.layers)
+        return self._states.index_copy_(0, buffers.device["write"], x)
 
     def _launch(self, buffers: PassBuffers, training: bool) -> torch.Tensor:
         """nll (R,). Reads device memory only: no size or pointer of it depends on the pass's content."""
         shape, device = buffers.shape, buffers.device
-        layout = DeviceLayout(
-            (0, shape.tokens),
-            self.base.device,
-            position=device["position"],
-            blocks=device["attention"],
-            table_rows=self._positions,
+        stages, needed = self._stages(buffers)
+        x = self._states if shape.lowest else self.decoder.embed(device["tokens"])
+        x_rows, kept = self.decoder.forward(
+            x, stages, needed=needed, keep=training, checkpoint=shape.checkpoint
         )
-        lora = DeviceLora(
-            buffers.tables,
-            self.arena.whole("compute"),
-            self.arena.whole("grads"),
-            self._workspace,
-            shape.groups,
-            _Masks(device["keys"]) if shape.dropout else None,
-        )
-        x, kept = self.decoder.forward(
-            device["tokens"],
-            layout,
-            lora,
-            keep_from=shape.lowest if training else None,
-            checkpoint=shape.checkpoint,
-        )
-        x_rows = x.index_select(0, device["read"])
+        del x
         h, rstd = self.decoder.final_norm(x_rows)
         head, targets = self.base.lm_head.dense(), device["targets"]
         if not training:
@@ -270,13 +321,55 @@ class DeviceEngine(Engine):
         # Whole numbers: their minimum does not depend on the order in which rows arrive.
         finite = torch.isfinite(nll).int()
         self.optimizer.flags.scatter_reduce_(0, device["owner"], finite, reduce="amin")
-        d_rows = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
-        # One row more than the pass has: padding label rows write there.
-        dx = torch.zeros(shape.tokens + 1, x.shape[1], dtype=x.dtype, device=x.device)
-        dx.index_copy_(0, device["write"], d_rows)
-        del x, x_rows, h, dh, d_rows
-        self.decoder.backward(dx[: shape.tokens], kept, layout, lora, lowest=shape.lowest)
+        dx = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
+        del x_rows, h, dh
+        self.decoder.backward(dx, kept, stages, needed=needed)
         return nll
+
+    def _stages(self, buffers: PassBuffers) -> tuple[list[Stage], Needed]:
+        shape, device, tables = buffers.shape, buffers.device, buffers.tables
+        keys = device.get("keys")
+        stages = []
+        for i, lower in enumerate(shape.lower):
+            layout = self._layout_of(device, str(i), lower.rows)
+            own = self._layout_of(device, str(i), lower.own, "own_attention")
+            lora = self._lora(
+                tables.over(device[f"blocks{i}"]),
+                shape.groups,
+                None if keys is None else keys[:, : lower.own].contiguous(),
+            )
+            stages.append(Stage(lower.first, layout, lower.own, own, lora, device.get(f"gather{i}")))
+        layout = self._layout_of(device, "", shape.tokens)
+        lora = self._lora(tables, shape.groups, keys)
+        stages.append(Stage(shape.first, layout, shape.tokens, layout, lora, device.get("gather")))
+        at_labels = self._lora(
+            tables.over(device["label_blocks"], device["label_rows"]),
+            shape.groups,
+            None if keys is None else keys.index_select(1, device["read"]),
+        )
+        return stages, Needed(device["read"], device["write"], shape.tokens, at_labels)
+
+    def _layout_of(
+        self, device: Mapping[str, torch.Tensor], number: str, rows: int, attention: str = "attention"
+    ) -> DeviceLayout:
+        return DeviceLayout(
+            (0, rows),
+            self.base.device,
+            position=device[f"position{number}"][:rows],
+            blocks=device[f"{attention}{number}"],
+            table_rows=self._positions,
+        )
+
+    def _lora(self, tables: PassTables, groups: frozenset[str], keys: torch.Tensor | None) -> DeviceLora:
+        arena = self.arena
+        return DeviceLora(
+            tables,
+            arena.whole("compute"),
+            arena.whole("grads"),
+            self._workspace,
+            groups,
+            None if keys is None else _Masks(keys),
+        )
 
 
 class _Masks:

@@ -8,19 +8,23 @@ What it computes for an adapter is a function of that adapter's rows alone (kern
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
-from gshare.agent.base.decoder import Decoder
+from gshare.agent.base.decoder import Decoder, Needed, Stage
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
+from gshare.agent.train.trunk import PassPlan, StagePlan, TrunkUse, gathered, starts_of
+from gshare.agent.train.trunk_cache import TrunkCache, fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout import keep_mask, keep_scale
 from gshare.kernels.layout import KeepMask, Layout, LoraSlot
@@ -37,6 +41,11 @@ class Row:
     @property
     def label_tokens(self) -> int:
         return int(self.trained[1:].sum())
+
+    @cached_property
+    def content(self) -> bytes:
+        """Hash of the tokens."""
+        return hashlib.blake2b(self.tokens.astype("<i4", copy=False).tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,11 @@ class Part:
 class Losses(Protocol):
     """A pass under way."""
 
+    @property
+    def trunk(self) -> TrunkUse:
+        """What of its jobs' common layers was run."""
+        ...
+
     def losses(self) -> list[list[float]]:
         """Each part's token losses; waits for the pass."""
         ...
@@ -71,6 +85,7 @@ class Done:
     """A pass that is over."""
 
     values: list[list[float]]
+    trunk: TrunkUse
 
     def losses(self) -> list[list[float]]:
         return self.values
@@ -106,29 +121,49 @@ class _Mask(KeepMask):
         return mask.to(self._device)
 
 
-class PassLora:
-    """The pass's adapters as the decoder sees them: slots per (layer, linear), built once."""
+@dataclass(frozen=True)
+class Labels:
+    """What the losses of a pass need. A part's labels are contiguous, row by row."""
 
-    def __init__(self, parts: Sequence[Part], layout: Layout, *, training: bool) -> None:
+    rows: torch.Tensor  # (R,) int64: the tokens that predict a label
+    targets: torch.Tensor  # (R,) int64: the labels
+    counts: list[int]  # of each part
+    places: list[tuple[torch.Tensor, int]]  # of each row of the pass: which of its tokens those are; length
+
+
+class PassLora:
+    """The pass's adapters as the decoder sees them: slots per (layer, linear), built once.
+
+    `sequences`: where each row of the pass lies. `places`: only those tokens of each are there.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        sequences: Sequence[tuple[int, int]],
+        *,
+        training: bool,
+        places: Sequence[tuple[torch.Tensor, int]] | None = None,
+    ) -> None:
         self._training = training
         self._cache: dict[tuple[int, str], list[LoraSlot]] = {}
-        self._parts: list[tuple[Part, tuple[tuple[int, int], ...]]] = []
-        ranges = iter(layout.sequences)
+        self._parts: list[tuple[Part, slice]] = []
+        self._sequences, self._places = tuple(sequences), None if places is None else tuple(places)
+        at = 0
         for part in parts:
-            self._parts.append((part, tuple(next(ranges) for _ in part.rows)))
+            self._parts.append((part, slice(at, at + len(part.rows))))
+            at += len(part.rows)
 
     def slots(self, layer: int, linear: str) -> list[LoraSlot]:
         cached = self._cache.get((layer, linear))
         if cached is None:
             cached = self._cache[layer, linear] = [
-                slot for part, ranges in self._parts if (slot := self._slot(part, ranges, layer, linear))
+                slot for part, rows in self._parts if (slot := self._slot(part, rows, layer, linear))
             ]
         return cached
 
-    def _slot(
-        self, part: Part, ranges: tuple[tuple[int, int], ...], layer: int, linear: str
-    ) -> LoraSlot | None:
-        adapter = part.adapter
+    def _slot(self, part: Part, rows: slice, layer: int, linear: str) -> LoraSlot | None:
+        adapter, ranges = part.adapter, self._sequences[rows]
         a, b = MatrixKey(layer, linear, "A"), MatrixKey(layer, linear, "B")
         if not adapter.arena.has(adapter.name, a):
             return None
@@ -144,6 +179,7 @@ class PassLora:
             scaling=adapter.spec.scaling,
             keep_probability=1.0 / keep_scale(adapter.spec.lora_dropout) if dropping else 1.0,
             keep=_Mask(part, layer, linear, adapter.arena.device) if dropping else None,
+            places=None if self._places is None else self._places[rows],
         )
 
 
@@ -162,11 +198,17 @@ class Engine:
         self.before_pass: Callable[[Sequence[Part]], None] = lambda parts: None
         #: Recompute activations in every pass, not only where an adapter asks for it; never changes bits.
         self.checkpointing = False
+        #: Rows of the same content run once below the adapters; never changes bits. False is for measuring.
+        self.share_trunk = True
+        #: Trunk states of earlier passes; None: they are made anew every time. Never changes bits.
+        self.cache: TrunkCache | None = None
         self.passes = 0
         self.most_adapters = 0
 
     def new_adapter(self, name: str, spec: AdapterSpec) -> Adapter:
         """An adapter with its initial weights, in a slot of the arena."""
+        if self.cache is not None:
+            self.cache.age()
         return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config))
 
     def begin_round(self, adapters: Sequence[Adapter]) -> None:
@@ -176,7 +218,7 @@ class Engine:
 
     def queue(self, work: Sequence[Part]) -> Losses:
         """Start a pass that trains; its losses are asked for when every pass of the round is under way."""
-        return Done(self.forward_backward(work))
+        return self._forward_backward(work)
 
     def finish_round(
         self, adapters: Sequence[Adapter], steps: Sequence[int], rates: Sequence[float] | None
@@ -189,46 +231,45 @@ class Engine:
         verdicts = [Verdict(adapter.gradient_norm()) for adapter in adapters]
         return lambda: verdicts
 
-    @torch.no_grad()
     def forward_backward(self, parts: Sequence[Part]) -> list[list[float]]:
         """Adds every part's gradients to the arena; returns each part's token losses, row by row joined.
 
         A part's gradient is that of Σ nll / label_tokens over its rows, so the passes of a step add up.
         """
+        return self._forward_backward(parts).losses()
+
+    @torch.no_grad()
+    def _forward_backward(self, parts: Sequence[Part]) -> Done:
         self._count(parts)
-        layout, tokens = self._pack(parts)
-        lora = PassLora(parts, layout, training=True)
-        lowest = min(part.adapter.lowest_layer for part in parts)
+        plan = PassPlan.of(parts, share=self.share_trunk)
+        x, kept_tokens, stages, needed, labels = self._lay_out(plan, training=True)
         checkpoint = self.checkpointing or any(p.adapter.spec.gradient_checkpointing for p in parts)
-        x, kept = self.decoder.forward(tokens, layout, lora, keep_from=lowest, checkpoint=checkpoint)
-        rows, targets, counts = self._targets(parts, layout)
+        x_rows, kept = self.decoder.forward(x, stages, needed=needed, keep=True, checkpoint=checkpoint)
+        del x
         scale = np.concatenate(
             [
                 np.full(count, 1.0 / max(part.label_tokens, 1))
-                for part, count in zip(parts, counts, strict=True)
+                for part, count in zip(plan.parts, labels.counts, strict=True)
             ]
         )
-        x_rows = x[rows]
         h, rstd = self.decoder.final_norm(x_rows)
         nll, dh = self.backend.cross_entropy(
-            h, self.base.lm_head.dense(), targets, self._device(scale.astype(np.float32))
+            h, self.base.lm_head.dense(), labels.targets, self._device(scale.astype(np.float32))
         )
         assert dh is not None
-        dx = torch.zeros_like(x)
-        dx[rows] = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
-        self.decoder.backward(dx, kept, layout, lora, lowest=lowest)
-        return _split(nll, counts)
+        dx = self.backend.rms_norm_backward(dh, x_rows, self.base.final_norm, rstd)
+        self.decoder.backward(dx, kept, stages, needed=needed)
+        return Done(plan.in_order(_split(nll, labels.counts)), plan.use(kept_tokens))
 
     @torch.no_grad()
     def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
         """Each part's token losses, without dropout, gradients or kept activations."""
         self._count(parts)
-        layout, tokens = self._pack(parts)
-        x, _ = self.decoder.forward(tokens, layout, PassLora(parts, layout, training=False))
-        rows, targets, counts = self._targets(parts, layout)
-        h, _ = self.decoder.final_norm(x[rows])
-        nll, _ = self.backend.cross_entropy(h, self.base.lm_head.dense(), targets, None)
-        return _split(nll, counts)
+        plan = PassPlan.of(parts, share=self.share_trunk)
+        x, _, stages, needed, labels = self._lay_out(plan, training=False)
+        h, _ = self.decoder.final_norm(self.decoder.forward(x, stages, needed=needed)[0])
+        nll, _ = self.backend.cross_entropy(h, self.base.lm_head.dense(), labels.targets, None)
+        return plan.in_order(_split(nll, labels.counts))
 
     # ------------------------------------------------------------------
 
@@ -238,28 +279,65 @@ class Engine:
         self.passes += 1
         self.most_adapters = max(self.most_adapters, len(parts))
 
-    def _pack(self, parts: Sequence[Part]) -> tuple[Layout, torch.Tensor]:
-        rows = [row for part in parts for row in part.rows]
-        layout = Layout((0, *accumulate(len(row.tokens) for row in rows)), self.base.device)
-        return layout, self._device(np.concatenate([row.tokens for row in rows]).astype(np.int64))
+    def _lay_out(
+        self, plan: PassPlan, *, training: bool
+    ) -> tuple[torch.Tensor, int, list[Stage], Needed, Labels]:
+        """What the decoder is given of a pass: its input (and how many tokens of that were kept from earlier
+        passes), its stages, the rows that its losses read."""
+        whole = self._layout(plan.stages[-1].rows)
+        lora = PassLora(plan.parts, whole.sequences, training=training)
+        labels = self._labels(plan)
+        ends = accumulate((len(places) for places, _ in labels.places), initial=0)
+        at_labels = PassLora(plan.parts, list(pairwise(ends)), training=training, places=labels.places)
+        needed = Needed(labels.rows, labels.rows, whole.tokens, at_labels)
+        kept_tokens = 0
+        if plan.trunk:
+            base, tokens = self.base, sum(len(row.tokens) for row in plan.trunk)
+            x = torch.empty(tokens, base.config.hidden_size, dtype=base.compute_dtype, device=base.device)
+            kept_tokens = fill_states(self.cache, plan, x, self._run_rows)
+        else:
+            x = self.decoder.embed(self._tokens(plan.stages[0].rows))
+        befores = [plan.trunk, *(stage.rows for stage in plan.stages)]
+        stages = [
+            self._stage(stage, before, lora) for stage, before in zip(plan.stages, befores, strict=False)
+        ]
+        return x, kept_tokens, stages, needed, labels
 
-    def _targets(self, parts: Sequence[Part], layout: Layout) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Token indices that predict a label (R,), the labels (R,), and how many belong to each part."""
-        rows, targets, counts = [], [], []
-        ranges = iter(layout.sequences)
-        for part in parts:
-            count = 0
-            for row in part.rows:
-                start, _ = next(ranges)
-                where = np.flatnonzero(row.trained[1:])
-                rows.append(start + where)
-                targets.append(row.tokens[1:][where])
-                count += len(where)
-            counts.append(count)
-        return (
-            self._device(np.concatenate(rows).astype(np.int64)),
-            self._device(np.concatenate(targets).astype(np.int64)),
-            counts,
+    def _run_rows(
+        self, rows: Sequence[Row], layers: int, states: torch.Tensor, places: Sequence[int]
+    ) -> None:
+        """Run rows through the trunk; their states go to `states`, each row's from its place on."""
+        x = self.decoder.trunk(self._tokens(rows), self._layout(rows), layers)
+        for row, place, start in zip(rows, places, starts_of(rows), strict=False):
+            states[place : place + len(row.tokens)] = x[start : start + len(row.tokens)]
+
+    def _stage(self, stage: StagePlan, before: Sequence[Row], lora: PassLora) -> Stage:
+        gather = None
+        if stage.source != tuple(range(len(before))):
+            gather = self._device(gathered(stage.source, starts_of(before), stage.rows))
+        own = self._layout(stage.rows[: stage.own])
+        return Stage(stage.first, self._layout(stage.rows), own.tokens, own, lora, gather)
+
+    def _layout(self, rows: Sequence[Row]) -> Layout:
+        return Layout(tuple(starts_of(rows)), self.base.device)
+
+    def _tokens(self, rows: Sequence[Row]) -> torch.Tensor:
+        return self._device(np.concatenate([row.tokens for row in rows]).astype(np.int64))
+
+    def _labels(self, plan: PassPlan) -> Labels:
+        rows = plan.stages[-1].rows
+        where = [np.flatnonzero(row.trained[1:]) for row in rows]
+        starts = starts_of(rows)
+        ends = list(accumulate((len(part.rows) for part in plan.parts), initial=0))
+        return Labels(
+            self._device(np.concatenate([start + at for start, at in zip(starts, where, strict=False)])),
+            self._device(
+                np.concatenate([row.tokens[1:][at] for row, at in zip(rows, where, strict=True)]).astype(
+                    np.int64
+                )
+            ),
+            [sum(len(at) for at in where[a:b]) for a, b in pairwise(ends)],
+            [(self._device(at), len(row.tokens)) for row, at in zip(rows, where, strict=True)],
         )
 
     def _device(self, array: np.ndarray) -> torch.Tensor:

@@ -191,6 +191,7 @@ class Pipeline:
             label_tokens=outcome.work.label_tokens,
             seconds=seconds,
             adapters_in_pass=outcome.adapters_in_pass,
+            trunk_shared=outcome.trunk.shared,
         )
         if not self._books.record(job, event, type="step"):
             return

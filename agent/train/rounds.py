@@ -21,6 +21,7 @@ from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.checkpointing import CUT_FIRST
 from gshare.agent.train.engine import Engine, Losses, Part, Row, Verdict, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
+from gshare.agent.train.trunk import TrunkUse
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class StepOutcome:
     loss: float = float("nan")
     grad_norm: float = float("nan")
     adapters_in_pass: int = 1
+    trunk: TrunkUse = field(default_factory=TrunkUse)  # of the passes that it was in
     error: Exception | None = None
     committed: bool = False  # the engine has made the update, if loss and norm are finite
     weights_finite: bool = True  # after an update that the engine made
@@ -96,6 +98,24 @@ def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
         if current:
             passes.append(current)
     return passes
+
+
+def evaluation_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
+    """The passes of an evaluation: the first row of every adapter, then the second of each, up to
+    `max_tokens` a pass, so that adapters with the same rows have them in the same pass."""
+    turns = [(i, w) for i in range(max((len(w.micro_batches[0]) for w in work), default=0)) for w in work]
+    passes: list[dict[str, tuple[StepWork, list[Row]]]] = []
+    used = max_tokens
+    for i, w in turns:
+        if i >= len(w.micro_batches[0]):
+            continue
+        row = w.micro_batches[0][i]
+        if used + len(row.tokens) > max_tokens:
+            passes.append({})
+            used = 0
+        passes[-1].setdefault(w.adapter.name, (w, []))[1].append(row)
+        used += len(row.tokens)
+    return [[Part(w.adapter, rows, w.step, 1) for w, rows in one.values()] for one in passes]
 
 
 class Rounds:
@@ -166,6 +186,8 @@ class Rounds:
         """Let the next attempt need less, or have more; raises when neither can be done, or help."""
         if not is_out_of_memory(error):
             raise error
+        if self._dropped_states():
+            return
         largest = max(sum(part.tokens for part in one) for one in passes)
         single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
         if not self.engine.checkpointing and (single or largest <= CUT_FIRST):
@@ -179,6 +201,15 @@ class Rounds:
                 f"out of memory with one row of {largest} tokens in the pass and activations "
                 "recomputed; lower max_length"
             ) from error
+
+    def _dropped_states(self) -> bool:
+        """Whether memory was got by forgetting trunk states, which no bit depends on."""
+        cache = self.engine.cache
+        freed = cache.give_up_device() if cache is not None else 0
+        if freed:
+            log.warning("out of memory; %d MiB of cached trunk states are dropped", freed >> 20)
+            self._empty_cache()
+        return freed > 0
 
     def update(self, outcome: StepOutcome, learning_rate: float) -> bool:
         """Commit one adapter's step; whether all its weights are numbers then.
@@ -219,7 +250,7 @@ class Rounds:
         """Mean validation loss of each adapter over its rows, fused; NaN when not finite."""
         as_steps = [StepWork(adapter, 0, [rows]) for adapter, rows in work]
         while True:
-            passes = split_passes(as_steps, self.max_tokens)
+            passes = evaluation_passes(as_steps, self.max_tokens)
             losses: dict[str, list[float]] = {adapter.name: [] for adapter, _ in work}
             try:
                 for parts in passes:
@@ -230,6 +261,8 @@ class Rounds:
                 single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
                 if not is_out_of_memory(error):
                     raise
+                if self._dropped_states():
+                    continue
                 if single:
                     if self.more_memory():
                         continue
@@ -247,6 +280,7 @@ def _read(started: Round) -> list[StepOutcome]:
             outcome = outcomes[part.adapter.name]
             outcome.losses += losses
             outcome.adapters_in_pass = max(outcome.adapters_in_pass, len(parts))
+            outcome.trunk += running.trunk
     for w, verdict in zip(started.work, started.verdicts(), strict=True):
         outcome = outcomes[w.adapter.name]
         outcome.loss = mean_loss(outcome.losses, w.label_tokens)

@@ -39,7 +39,14 @@ def cases() -> list[Case]:
             sizes = dict(zip(("N0", "N1", "N2"), (*outs, 0, 0), strict=False))
             i64, i32, fp32 = "*i64", "*i32", "*fp32"
             tables = {"blocks": i32, "table": i64, "scales": fp32, "adapters": "i32", "tokens": "i32"}
-            tables |= {"partials": fp32, "counters": i32, "granules": i32, "spans": i32, "fresh": i32}
+            tables |= {
+                "partials": fp32,
+                "counters": i32,
+                "granules": i32,
+                "spans": i32,
+                "fresh": i32,
+                "rows": i32,
+            }
             tables["grads"] = fp32
             tensors = dict.fromkeys(("x", "y", "s", "flat", "dy", "ds", "dx"), dtype)
             strides = dict.fromkeys(("x_stride", "y_stride", "s_stride"), "i32")
@@ -68,6 +75,7 @@ def cases() -> list[Case]:
                 b = gradients.feature_block(sum(outs), rank_c, adapters, size, masked)
                 features = {"A_FEATURES": a, "B_FEATURES": b}
                 loads = gradients.grad_stages(a, b, max(block_c, rank_c), size, masked)
-                constexprs = {**common, **sizes, **grads, **features}
-                found.append(_case(gradients._grads_kernel, types, constexprs, forward.WARPS, loads))
+                for rows in (False, True):
+                    constexprs = {**common, **sizes, **grads, **features, "HAS_ROWS": rows}
+                    found.append(_case(gradients._grads_kernel, types, constexprs, forward.WARPS, loads))
     return found
