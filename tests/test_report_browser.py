@@ -16,6 +16,7 @@ from report_runs import HOSTILE, rename, write_a_sweep, write_run
 
 BROWSER = find_browser()
 pytestmark = [
+    pytest.mark.slow,  # a browser's first start takes minutes where others use the cores
     pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH, and GSHARE_TEST_BROWSER names none"),
     pytest.mark.timeout(300),
 ]
