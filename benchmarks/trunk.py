@@ -38,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gshare.agent.service.environment import trainer_environment
 from gshare.kernels.backend import NUMERICS
 from trunk_gate import Records, faults, ratios, report
 from trunk_operations import expected
@@ -60,7 +61,7 @@ def versions(device: str) -> dict[str, str]:
     found = {name: version(name) for name in ("torch", "transformers", "peft")}
     found |= {"python": platform.python_version(), "numerics": str(NUMERICS)}
     if device == "cpu":
-        return found | {"cpu": _cpu_model(), "threads": os.environ.get("OMP_NUM_THREADS", "")}
+        return found | {"cpu": _cpu_model(), "threads": trainer_environment()["OMP_NUM_THREADS"]}
     import pynvml
 
     pynvml.nvmlInit()
@@ -115,7 +116,8 @@ def run(given: argparse.Namespace, launch: Launch = launch) -> int:
     kept = given.out.exists() and not given.break_dedup
     results: dict[str, Any] = json.loads(given.out.read_text()) if kept else {}
     versioned, passed = versions(given.device), True
-    for cell, cohort in given.cells:
+    for name, cohort in given.cells:
+        cell = f"{given.shape}-{name}"
         under = {"versions": versioned, "workload": asdict(cohort), "device": given.device}
         records: Records = results.setdefault(cell, {}).setdefault("arms", {})
         operations = expected(cohort)
@@ -123,7 +125,7 @@ def run(given: argparse.Namespace, launch: Launch = launch) -> int:
             found = records.get(arm)
             if found and found["under"] == under and "error" not in found and not given.again:
                 continue
-            known = {name: record for name, record in records.items() if record["under"] == under}
+            known = {one: record for one, record in records.items() if record["under"] == under}
             found = measure(cohort, arm, given.device, known, launch, break_dedup=given.break_dedup)
             records[arm] = found | {"under": under}
             print(f"{cell} {arm}: {found.get('error', 'measured')} ({found['wall_s']} s)", file=sys.stderr)
@@ -131,7 +133,7 @@ def run(given: argparse.Namespace, launch: Launch = launch) -> int:
             if not given.break_dedup:
                 _write(given.out, results)
         current = _conclude(results[cell], cohort, under, operations)
-        print(report(cell, cohort, current, operations), flush=True)
+        print(report(name, cohort, current, operations), flush=True)
         passed &= not faults(cohort, current)
     return 0 if passed else 1
 
@@ -166,7 +168,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--cells", nargs="+", help=f"default: {' '.join(CELLS)}")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that the cell has")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trunk_SHAPE_DEVICE.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trunk_DEVICE.json")
     parser.add_argument("--again", action="store_true", help="measure what FILE has already")
     parser.add_argument("--break-dedup", action="store_true", help="negative control: the gate must fail")
     given = parser.parse_args(arguments)
@@ -179,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if given.break_dedup and blunt:
         parser.error(f"--break-dedup shows in cells n…-top…-two only, not in {', '.join(blunt)}")
     if given.out is None:
-        given.out = ROOT / f"benchmarks/results/trunk_{given.shape}_{given.device}.json"
+        given.out = ROOT / f"benchmarks/results/trunk_{given.device}.json"
     return given
 
 

@@ -92,16 +92,16 @@ def _peft(task: Task, device: torch.device) -> dict[str, Any]:
         times, fates = trunk_peft.train_each(peft, task.cohort, task.jobs, activity)
         found = {"setup_s": set_up, **asdict(times), "jobs": fates}
         return found if activity.mean is None else found | {"sm_active": activity.mean}
-    meeting, clock = Meeting(Path(task.meeting), task.jobs[0]), trunk_arms.Clock(device)
+    meeting = Meeting(Path(task.meeting), task.jobs[0])
     meeting.wait("first")
     job = trunk_peft.Job(peft, task.cohort, task.jobs[0])
     job.epoch()
-    first_end = clock()
+    first_end = _now(device)
     for _ in range(task.cohort.epochs - 2):
         job.epoch()
     meeting.wait("last")
     job.epoch()
-    return {"first_end": first_end, "end": clock(), "jobs": {job.name: {"losses": job.losses}}}
+    return {"first_end": first_end, "end": _now(device), "jobs": {job.name: {"losses": job.losses}}}
 
 
 class Meeting:
@@ -117,6 +117,13 @@ class Meeting:
             if time.monotonic() > until:
                 raise TimeoutError(f"the others did not come to the {where} epoch in {PATIENCE_S:.0f} s")
             time.sleep(0.005)
+
+
+def _now(device: torch.device) -> float:
+    """A time that other processes of this machine have too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
 
 
 def _since(task: Task, device: torch.device) -> float:
