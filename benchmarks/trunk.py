@@ -62,11 +62,18 @@ def versions(device: str) -> dict[str, str]:
     found |= {"python": platform.python_version(), "numerics": str(NUMERICS)}
     if device == "cpu":
         return found | {"cpu": _cpu_model(), "threads": trainer_environment()["OMP_NUM_THREADS"]}
+    return found | {"triton": version("triton"), "gpu": _gpu_name()}
+
+
+def _gpu_name() -> str:
+    """Empty where there is none."""
     import pynvml
 
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return found | {"triton": version("triton"), "gpu": str(gpu)}
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    except pynvml.NVMLError:
+        return ""
 
 
 def _cpu_model() -> str:
@@ -180,6 +187,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     blunt = [name for name, cohort in given.cells if cohort.data != "two" or not cohort.top]
     if given.break_dedup and blunt:
         parser.error(f"--break-dedup shows in cells n…-top…-two only, not in {', '.join(blunt)}")
+    if given.device == "cuda" and not _gpu_name():
+        parser.error("the driver shows no GPU; --device cpu --shape smollm2 (or tiny) runs without one")
     if given.out is None:
         given.out = ROOT / f"benchmarks/results/trunk_{given.device}.json"
     return given

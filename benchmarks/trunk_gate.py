@@ -72,7 +72,7 @@ def _agree(losses: list[float], others: list[float], tolerance: float) -> bool:
 
 
 def ratios(records: Records, operations: dict[str, int]) -> dict[str, dict[str, float]]:
-    """`numerator ÷ denominator`: measured, steady and cold, and by operation count (∞ is left out)."""
+    """`numerator ÷ denominator`: measured, steady and cold, and by operation count."""
     found = {}
     for arm, over in PAIRS:
         if arm in records and over in records:

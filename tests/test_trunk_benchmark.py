@@ -290,8 +290,18 @@ def test_the_control_needs_a_cell_that_shows_it(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         trunk.parse(["--break-dedup", "--cells", "n4-top1"])
     assert "not in n4-top1" in capsys.readouterr().err
-    (only,) = trunk.parse(["--break-dedup"]).cells
+    (only,) = trunk.parse(["--break-dedup", "--device", "cpu"]).cells
     assert only[1].data == "two"
+
+
+def test_without_a_gpu_it_says_what_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trunk, "_gpu_name", lambda: "")
+    with pytest.raises(SystemExit) as refused:
+        trunk.parse([])
+    assert refused.value.code == 2
+    assert "--device cpu" in capsys.readouterr().err
 
 
 def test_the_floor_is_of_the_products_that_a_solo_step_makes() -> None:
