@@ -24,6 +24,7 @@ class Row:
     val_loss: float | None = None
     best_val_loss: float | None = None
     reason: str = ""
+    trunk_shared: float = 0.0
     #: (time, step, tokens since the first mark) at the end of the last steps
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
 
@@ -63,6 +64,7 @@ class Board:
             tokens = row.marks[-1][2] + event.tokens if row.marks else 0
             row.marks.append((now, event.step, tokens))
             row.step, row.total_steps, row.loss = event.step, event.total_steps, event.loss
+            row.trunk_shared = event.trunk_shared
         elif isinstance(event, Evaluated):
             row.val_loss = event.val_loss
             if event.best:

@@ -118,6 +118,8 @@ def finetune(
         schedule=run.schedule,
         max_tokens_per_pass=run.max_tokens_per_pass,
         max_adapters_per_pass=run.max_adapters_per_pass,
+        trunk_cache=run.trunk_cache,
+        trunk_cache_host=run.trunk_cache_host,
         device=device,
         gpu=gpu,
         trace=trace,

@@ -28,6 +28,11 @@ class RunFlags:
     seed: Annotated[int | None, Parameter(help="Of the run and of every adapter without its own.")] = None
     max_tokens_per_pass: Annotated[int | None, Parameter(help="Larger rounds are split.")] = None
     max_adapters_per_pass: Annotated[int | None, Parameter(help="0 (default): no limit.")] = None
+    trunk_cache: Annotated[
+        str | None,
+        Parameter(help="auto (default), off, or GiB of GPU memory for states below the adapters."),
+    ] = None
+    trunk_cache_host: Annotated[float | None, Parameter(help="GiB of main memory for the same (0).")] = None
 
 
 @Parameter(name="*", group=ADAPTER)
@@ -50,6 +55,7 @@ class AdapterFlags:
         str | None, Parameter(help="all-linear (default), or names with commas: q_proj,v_proj.")
     ] = None
     layers_to_transform: Annotated[str | None, Parameter(help="Layers with commas; default: all.")] = None
+    layers_pattern: Annotated[str | None, Parameter(help="PEFT's; layers is the only one there is.")] = None
     learning_rate: Annotated[
         float | None, Parameter(name=["--learning-rate", "--lr"], help="Peak (2e-4).")
     ] = None

@@ -185,6 +185,9 @@ def live_table(board: Board) -> Table:
             number(row.tokens_per_second, 0),
             duration(row.eta_seconds) if row.state not in ENDED else "-",
         )
+    shared = max((row.trunk_shared for row in board.rows.values() if row.state not in ENDED), default=0.0)
+    if shared >= 0.005:
+        table.caption = f"{shared:.0%} of the work below the adapters is shared"
     return table
 
 

@@ -60,6 +60,8 @@ def build_submission(run: RunSpec, say: Say = lambda text: None) -> dict[str, An
                 adapter_mb=adapter_mb,
             )
         )
+    if (run.trunk_cache, run.trunk_cache_host) != ("auto", 0.0):
+        say('trunk_cache and trunk_cache_host are not sent to the nodes: each does as for "auto"')
     return {
         "submission": secrets.token_hex(16),
         "model": model,

@@ -59,7 +59,8 @@ def test_the_shown_defaults_are_the_defaults() -> None:
     real = {field.name: field.default for field in msgspec.structs.fields(AdapterSpec)}
     assert {key: real[key] for key in shown} == shown
     unshown = set(real) - set(shown) - {"name", "data", "output_dir", "val_data", "lora_alpha", "seed"}
-    assert unshown == {"data_format", "layers_to_transform", "adam_beta1", "adam_beta2", "adam_epsilon"}
+    layers = {"layers_to_transform", "layers_pattern"}
+    assert unshown == {"data_format", *layers, "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 def test_its_commands_exist() -> None:

@@ -184,6 +184,7 @@ r = [1, 2]
         ("layers_to_transform = [-1]", "layers count from 0; -1 is none"),
         ("layers_to_transform = [1, 1]", "names a layer twice"),
         ("layers_to_transform = []", "names no layer"),
+        ('layers_pattern = "h"', "no layer would match 'h': the list of layers is called \"layers\""),
         ('layers_to_transform = ["x"]', "must be a list of whole numbers, not ['x']"),
         ("target_modules = []", "names no module; known: q_proj, k_proj"),
         (
@@ -234,6 +235,8 @@ def test_negative_control_the_file_of_that_test_is_good_without_its_bad_line(tmp
         ('schedule = "round-robins"', "Did you mean 'round_robin'?"),
         ("max_tokens_per_pass = 0", "must be at least 1, not 0"),
         ("max_adapters_per_pass = -1", "must be at least 0, not -1"),
+        ("trunk_cache = -1", 'or "auto" or "off"'),
+        ('trunk_cache = "much"', 'must be "auto", "off" or a number of GiB'),
         ("seed = 1.5", "must be a whole number, not 1.5"),
         ("seed = 9223372036854775808", "must be at most 9223372036854775807"),
         ('source = "x"', "unknown key 'source'"),

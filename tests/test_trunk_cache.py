@@ -168,10 +168,10 @@ def test_giving_up_the_device_keeps_nothing_there() -> None:
 def test_the_trial_compares_after_warming_up(run_seconds: float, pays: bool) -> None:
     trial = Trial()
     for _ in range(WARM_UP):
-        trial.note(10, 1000.0 if not pays else 0.001, 1.0)
+        trial.note(1000.0 if not pays else 0.001, 1.0)
     for _ in range(TIMED):
         assert trial.pays is None
-        trial.note(10, run_seconds, 1.0)
+        trial.note(run_seconds, 1.0)
     assert trial.pays is pays
 
 
@@ -189,3 +189,25 @@ def test_what_does_not_pay_is_dropped(base: Base, monkeypatch: pytest.MonkeyPatc
         run(engine, [Member(f"job{number}", 10 + number, LENGTHS, UPPER)])
     assert cache.trial is None
     assert (cache.nbytes > 0) is pays
+
+
+def test_too_little_room_ends_the_trial(base: Base) -> None:
+    """Nothing is known of what cannot be kept; a device is not asked to wait in every pass for ever."""
+    engine = new_engine(base, 100, auto=True)
+    run(engine, SWEEP[:1])
+    cache = engine.cache
+    assert cache is not None
+    assert (cache.trial, cache.active) == (None, False)
+
+
+def test_a_smaller_budget_drops_the_longest_unused() -> None:
+    cache = cache_of(60)
+    for content in "abc":
+        cache.put(1, content, states(5))
+    assert cache.get(1, "a") is not None
+    cache.set_device_budget(45)
+    assert [cache.get(1, content) is not None for content in "abc"] == [True, False, True]
+    cache.give_up_device()
+    cache.set_device_budget(1000)
+    cache.put(1, "a", states(5))
+    assert cache.nbytes == 0

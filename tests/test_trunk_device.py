@@ -27,8 +27,12 @@ from gshare.kernels.triton_backend import TritonBackend
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LAYERS = 3
-# In the interpreter a dot's bits depend on the tile's width: there all ranks have one cap.
-COHORT = [one for one in cohort(LAYERS - 1, (5, 70)) if CUDA or one.name != "top again"]
+#: The interpreter takes a second a launch of a longer pass: there fewer jobs, from layers 0, 1 and 2 on.
+COHORT = [
+    one
+    for one in cohort(LAYERS - 1, (5, 90) if CUDA else (5, 20))
+    if CUDA or one.name in ("top", "all", "two", "partly")
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,8 @@ def test_gradients_are_the_reference_engine_s(base: Base, together: Outcome) -> 
 
 def test_a_wrong_notion_of_equal_rows_is_found(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows of one length taken for the same."""
-    members = [one for one in COHORT if one.name in ("top", "else")]
+    upper = {"layers_to_transform": (LAYERS - 1,)}
+    members = [Member("top", 1, (9,), upper), Member("else", 2, (9,), upper)]
     alone = {name: job for one in members for name, job in run(new_engine(base), [one]).items()}
     monkeypatch.setattr(trunk, "content", lambda row: len(row.tokens))
     assert differences(run(new_engine(base), members), alone) == ["else"]

@@ -14,7 +14,7 @@ from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
 from gshare.agent.jobs.model_limits import add_model_faults
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, cache_bytes
 from gshare.agent.xdg import cache_dir
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def run_estimate(
         device="cuda" if on_gpu else "cpu",
         pass_tokens=tokens,
         longest_row=longest,
+        trunk_cache=cache_bytes(run.trunk_cache) or 0,
+        trunk_cache_host=int(run.trunk_cache_host * 2**30),
     )
 
 

@@ -150,6 +150,8 @@ def estimate_run(
     pass_tokens: int,
     longest_row: int,
     attention_matrix: bool = True,
+    trunk_cache: int = 0,
+    trunk_cache_host: int = 0,
 ) -> MemoryEstimate:
     """The peak memory of a run, by part.
 
@@ -162,6 +164,7 @@ def estimate_run(
         longest_row: R, the most tokens of a row.
         attention_matrix: the attention in use forms (R, R) matrices (the reference does; a flash kernel
             does not).
+        trunk_cache, trunk_cache_host: bytes that the run asks for, on the device and in main memory.
     """
     compute = 4 if device == "cpu" or base_dtype == "fp32" else 2
     training = _activation_bytes(shape, adapters, compute, pass_tokens)
@@ -188,8 +191,18 @@ def estimate_run(
             "checkpoints being written",
             host=True,
         ),
+        *_trunk_caches(trunk_cache, trunk_cache_host),
     )
     return MemoryEstimate(parts, device)
+
+
+def _trunk_caches(device_bytes: int, host_bytes: int) -> tuple[MemoryPart, ...]:
+    """No line for what was not asked for."""
+    parts = (
+        MemoryPart("trunk cache", device_bytes, "states below the adapters, asked for"),
+        MemoryPart("trunk cache", host_bytes, "the same, what has no room there", host=True),
+    )
+    return tuple(part for part in parts if part.nbytes)
 
 
 def estimate_generation(

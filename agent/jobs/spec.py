@@ -36,6 +36,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     use_rslora: bool = False  # scaling lora_alpha / sqrt(r) instead of lora_alpha / r
     target_modules: str | tuple[str, ...] = "all-linear"
     layers_to_transform: tuple[int, ...] | None = None  # None: all layers
+    layers_pattern: str | None = None  # PEFT's name of the list of layers: "layers" in every model here
     learning_rate: float = 2e-4
     lr_scheduler_type: LrSchedulerType = "constant"
     warmup_ratio: float = 0.0
@@ -82,8 +83,19 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int = 0
     max_tokens_per_pass: int = 16384
     max_adapters_per_pass: int = 0  # 0: no limit; round_robin with 1 runs adapters one by one
+    #: GiB of the device's memory for states below the adapters, kept for later epochs; "off"; or "auto": of a
+    #: reservation what nothing else needs, if that pays. It changes no bits.
+    trunk_cache: float | str = "auto"
+    trunk_cache_host: float = 0.0  # GiB of main memory for what has no room there
     adapters: tuple[AdapterSpec, ...] = ()
     source: str = ""  # the file it came from, for messages
+
+
+def cache_bytes(trunk_cache: float | str) -> int | None:
+    """Bytes that `trunk_cache` asks for; None: "auto"."""
+    if trunk_cache == "auto":
+        return None
+    return 0 if trunk_cache == "off" else int(float(trunk_cache) * 2**30)
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -128,6 +128,22 @@ def _layers(value: tuple[int, ...] | None) -> str | None:
     return "names a layer twice" if len(set(value)) < len(value) else None
 
 
+def _layers_pattern(value: str | None) -> str | None:
+    if value in (None, "layers"):
+        return None
+    return f'no layer would match {shorten(value)}: the list of layers is called "layers" in every model here'
+
+
+def _trunk_cache(value: float | str) -> str | None:
+    if value in ("auto", "off"):
+        return None
+    try:
+        fault = _not_negative(1e6)(float(value))
+    except ValueError:
+        return f'must be "auto", "off" or a number of GiB, not {shorten(value)}'
+    return None if fault is None else f'{fault}; or "auto" or "off"'
+
+
 def _optional(rule: Rule) -> Rule:
     return lambda value: None if value is None else rule(value)
 
@@ -144,6 +160,7 @@ ADAPTER_RULES: dict[str, Rule] = {
     "lora_dropout": _fraction,
     "target_modules": _target_modules,
     "layers_to_transform": _layers,
+    "layers_pattern": _layers_pattern,
     "learning_rate": _positive(1e6, 1e-30),
     "warmup_ratio": _ratio,
     "per_device_train_batch_size": _whole(1, MAX_ROWS_OF_STEP),
@@ -169,6 +186,8 @@ RUN_RULES: dict[str, Rule] = {
     "seed": _SEED,
     "max_tokens_per_pass": _whole(1),
     "max_adapters_per_pass": _whole(0),
+    "trunk_cache": _trunk_cache,
+    "trunk_cache_host": _not_negative(1e6),
 }
 
 

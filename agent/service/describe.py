@@ -16,7 +16,8 @@ def describe(event: Event) -> str:
             line += f" at step {event.step} of {event.total_steps}"
         return f"{line}: {event.reason}" if event.reason else line
     if isinstance(event, Stepped):
-        return f"{event.job}: step {event.step} of {event.total_steps}  loss {event.loss:.4f}"
+        shared = f"  trunk {event.trunk_shared:.0%} shared" if event.trunk_shared >= 0.005 else ""
+        return f"{event.job}: step {event.step} of {event.total_steps}  loss {event.loss:.4f}{shared}"
     if isinstance(event, Evaluated):
         best = "  (best)" if event.best else ""
         return f"{event.job}: step {event.step}  val loss {event.val_loss:.4f}{best}"

@@ -82,6 +82,7 @@ def _key(config: TrainerConfig) -> str:
         # An adapter's files name the directory of its base: a copy elsewhere would give others than alone.
         os.path.realpath(config.model_dir),
         *(config.max_tokens_per_pass, config.max_adapters_per_pass),
+        *(config.trunk_cache, config.trunk_cache_host),
         "cpu" if config.gpu is None else "gpu",
         *(version("gshare"), sys.prefix),
         *surroundings.values(),
@@ -167,7 +168,8 @@ def why_not(config: TrainerConfig) -> str:
 
 
 def _difference(mine: TrainerConfig, theirs: TrainerConfig) -> str:
-    for name in ("base_dtype", "schedule", "max_tokens_per_pass", "max_adapters_per_pass", "runner"):
+    passes = ("max_tokens_per_pass", "max_adapters_per_pass", "trunk_cache", "trunk_cache_host")
+    for name in ("base_dtype", "schedule", *passes, "runner"):
         if getattr(mine, name) != getattr(theirs, name):
             return f"its {name} is {getattr(theirs, name)}, not {getattr(mine, name)}"
     if os.path.realpath(mine.model_dir) != os.path.realpath(theirs.model_dir):

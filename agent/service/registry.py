@@ -78,6 +78,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     schedule: str = "synchronized"
     max_tokens_per_pass: int = 16384
     max_adapters_per_pass: int = 0
+    trunk_cache: float | str = "auto"
+    trunk_cache_host: float = 0.0
     device: str = "auto"
     gpu: GpuRequest | None = None  # None: nothing is reserved
     trace: bool = False

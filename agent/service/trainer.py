@@ -187,6 +187,9 @@ class Trainer:
         config = self._config
         if self._tracer.enabled:
             where = {**where, "tracer": self._tracer}
+        if (config.trunk_cache, config.trunk_cache_host) != ("auto", 0.0):
+            caches = {"trunk_cache": config.trunk_cache, "trunk_cache_host": config.trunk_cache_host}
+            where = {**where, **caches}
         module, _, name = config.runner.partition(":")
         # By name: nothing on this side of the engine may import torch, and the tests bring their own.
         self._loading = True

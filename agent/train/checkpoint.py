@@ -84,7 +84,7 @@ def adapter_config(spec: AdapterSpec, model_name: str) -> dict[str, Any]:
         "lora_dropout": spec.lora_dropout,
         "target_modules": list(spec.targets),
         "layers_to_transform": list(layers) if layers is not None else None,
-        "layers_pattern": None,
+        "layers_pattern": spec.layers_pattern,
         "use_rslora": spec.use_rslora,
         "use_dora": False,
         "bias": "none",

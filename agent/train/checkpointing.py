@@ -21,8 +21,16 @@ def does_not_fit(
     base: Base, specs: Sequence[AdapterSpec], *, max_tokens: int, max_adapters: int, budget_mb: int | None
 ) -> bool:
     """Whether the run's estimate, activations kept, is more than the reservation; False without one."""
+    spare = spare_bytes(base, specs, max_tokens=max_tokens, max_adapters=max_adapters, budget_mb=budget_mb)
+    return spare is not None and spare < 0
+
+
+def spare_bytes(
+    base: Base, specs: Sequence[AdapterSpec], *, max_tokens: int, max_adapters: int, budget_mb: int | None
+) -> int | None:
+    """What the reservation has over the run's estimate, activations kept; None without one."""
     if budget_mb is None or not specs:
-        return False
+        return None
     run = RunSpec(
         model="", max_tokens_per_pass=max_tokens, max_adapters_per_pass=max_adapters, adapters=tuple(specs)
     )
@@ -35,4 +43,4 @@ def does_not_fit(
         pass_tokens=tokens,
         longest_row=longest,
     )
-    return estimate.total > budget_mb * 2**20
+    return budget_mb * 2**20 - estimate.total

@@ -17,12 +17,12 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import ENDED, Event, TrainerMessage
 from gshare.agent.jobs.schedules import make_schedule
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, cache_bytes
 from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.train.admission import check_rows, check_spec, restore
 from gshare.agent.train.books import Books
 from gshare.agent.train.checkpoint import truncate_metrics
-from gshare.agent.train.checkpointing import does_not_fit
+from gshare.agent.train.checkpointing import does_not_fit, spare_bytes
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.fingerprint import numerics_fingerprint
 from gshare.agent.train.gpu_guard import NoGuard, make_guard
@@ -30,6 +30,7 @@ from gshare.agent.train.job import Job, JobData
 from gshare.agent.train.out_of_memory import is_out_of_memory, told
 from gshare.agent.train.pipeline import Pipeline
 from gshare.agent.train.rounds import Rounds
+from gshare.agent.train.trunk_cache import TrunkCache
 from gshare.agent.vram.guard import Reservation
 from gshare.agent.xdg import cache_dir
 from gshare.kernels.backend import Backend, pick_backend
@@ -57,12 +58,15 @@ class Runner:
         may_grow: bool = False,
         guard: NoGuard | None = None,
         tracer: Tracer = DISABLED,
+        trunk_cache: float | str = "auto",
+        trunk_cache_host: float = 0.0,
     ) -> None:
         """`backend`, `base` and the `guard` that it was loaded under are for callers that compare several
         runs over one base (audit).
 
         Under a `reservation` the allocator is capped and use is written down; `may_grow` lets it ask the
-        ledger for more. GshareError when the base does not fit into it.
+        ledger for more. GshareError when the base does not fit into it. `trunk_cache` and `trunk_cache_host`
+        as in `RunSpec`; "auto" keeps states on the device alone, and nothing without a reservation.
         """
         where = pick_device(device)
         self._guard = guard or make_guard(
@@ -90,6 +94,16 @@ class Runner:
             self.books, self.rounds, max_adapters=max_adapters_per_pass, on_pass=on_pass
         )
         self._max_adapters = max_adapters_per_pass
+        asked = cache_bytes(trunk_cache)
+        self._cache_is_auto = asked is None
+        if asked != 0 or trunk_cache_host:
+            self.engine.cache = TrunkCache(
+                base.device,
+                identity=tuple(sorted(self.fingerprint.items())),
+                device_bytes=asked or 0,
+                host_bytes=int(trunk_cache_host * 2**30),
+                auto=asked is None,
+            )
         self._on_pass = on_pass
         self._order = 0
         self._guard.record("load")
@@ -157,20 +171,24 @@ class Runner:
             self.books.finish(job)
 
     def _choose_checkpointing(self) -> None:
-        """Recompute activations from the start where the estimate says that they do not fit otherwise."""
+        """Recompute activations from the start where the estimate says that they do not fit otherwise; what
+        the reservation has left may hold trunk states."""
         specs = [job.spec for job in self.jobs() if job.state not in ENDED]
-        if not self.engine.checkpointing and does_not_fit(
-            self.engine.base,
-            specs,
-            max_tokens=self.rounds.max_tokens,
-            max_adapters=self._max_adapters,
+        limits = {
+            "max_tokens": self.rounds.max_tokens,
+            "max_adapters": self._max_adapters,
             # What is reserved on a simulated device says nothing of a CPU's memory.
-            budget_mb=self._guard.budget_mb() if self.engine.base.device.type == "cuda" else None,
-        ):
+            "budget_mb": self._guard.budget_mb() if self.engine.base.device.type == "cuda" else None,
+        }
+        if not self.engine.checkpointing and does_not_fit(self.engine.base, specs, **limits):
             self.engine.checkpointing = True
             self.books.say(
                 "info", "activations are recomputed: kept, they would not fit into the reservation"
             )
+        if self._cache_is_auto and self.engine.cache is not None:
+            # Half: the estimate leaves out the allocator's fragmentation.
+            spare = spare_bytes(self.engine.base, specs, **limits) or 0
+            self.engine.cache.set_device_budget(max(spare // 2, 0))
 
     def stop(self, job: str, reason: str) -> None:
         """Checkpoint and end as `stopped`; GshareError for a job that is not here.

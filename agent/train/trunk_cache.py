@@ -47,11 +47,19 @@ class _Tier:
     store: Callable[[torch.Tensor], torch.Tensor]
     entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
     nbytes: int = 0
+    closed: bool = False  # its budget is 0 for good
 
-    def drop(self) -> int:
-        freed, self.nbytes = self.nbytes, 0
-        self.entries.clear()
+    def close(self) -> int:
+        """Drop everything and keep nothing any more; bytes freed."""
+        freed = self.nbytes
+        self.set_budget(0)
+        self.closed = True
         return freed
+
+    def set_budget(self, nbytes: int) -> None:
+        self.budget = 0 if self.closed else nbytes
+        while self.nbytes > self.budget:
+            self.nbytes -= self.entries.popitem(last=False)[1].states.nbytes
 
     def make_room(self, nbytes: int, generation: int) -> bool:
         """Whether so many bytes fit, after removing what no job of this generation used."""
@@ -78,19 +86,25 @@ class TrunkCache:
         host_bytes: int = 0,
         auto: bool = False,
     ) -> None:
-        """`identity`: the base and the numerics that the states are made with."""
+        """`identity`: the base and the numerics that the states are made with. On the CPU both memories are
+        one."""
         self._identity = identity
         self._device = device
-        tiers = [_Tier(device_bytes, torch.clone)]
         if device.type == "cuda":
-            tiers.append(_Tier(host_bytes, _pinned_copy))
-        self._tiers = tiers
+            self._tiers = [_Tier(device_bytes, torch.clone), _Tier(host_bytes, _pinned_copy)]
+        else:
+            self._tiers = [_Tier(device_bytes + host_bytes, torch.clone)]
         self._generation = 0
         self.trial = Trial() if auto else None
 
     @property
     def nbytes(self) -> int:
         return sum(tier.nbytes for tier in self._tiers)
+
+    @property
+    def active(self) -> bool:
+        """Whether it may hold anything."""
+        return any(tier.budget > 0 for tier in self._tiers)
 
     def get(self, layer: int, content: Hashable) -> torch.Tensor | None:
         """(L, H), on the device or in pinned memory; the cache's own, never changed."""
@@ -118,26 +132,32 @@ class TrunkCache:
         """A job came: what none uses from now on may make room."""
         self._generation += 1
 
+    def set_device_budget(self, nbytes: int) -> None:
+        """What is over it is dropped, the longest unused first. Nothing, once the device was given up."""
+        self._tiers[0].set_budget(nbytes)
+
     def give_up_device(self) -> int:
         """Drops what lies on the device and keeps nothing there any more; bytes freed."""
-        self._tiers[0].budget = 0
-        return self._tiers[0].drop()
+        return self._tiers[0].close()
 
-    def judge(self) -> None:
-        """End the trial once it knows; everything is dropped if it does not pay."""
-        pays = self.trial.pays if self.trial is not None else None
+    def judge(self, ran: int, run_seconds: float, copied: int, copy_seconds: float) -> None:
+        """The trial's next pass: tokens and seconds. Everything is dropped once it is known not to pay, or
+        when there is no room left before anything is known."""
+        assert self.trial is not None
+        if copied:
+            self.trial.note(run_seconds / ran, copy_seconds / copied)
+        pays = self.trial.pays if copied else False
         if pays is None:
             return
         self.trial = None
         if not pays:
-            log.info("trunk states are not kept: running the trunk again is as fast as loading them")
+            log.info("trunk states are not kept: it does not pay, or there is too little room for them")
             self.close()
 
     def close(self) -> None:
         """Drops everything and keeps nothing any more."""
         for tier in self._tiers:
-            tier.budget = 0
-            tier.drop()
+            tier.close()
 
 
 class Trial:
@@ -148,12 +168,12 @@ class Trial:
         self._run: list[float] = []
         self._copy: list[float] = []
 
-    def note(self, tokens: int, run: float, copy: float) -> None:
-        """One pass: seconds."""
+    def note(self, run: float, copy: float) -> None:
+        """One pass: seconds per token."""
         self._passes += 1
         if self._passes > WARM_UP:
-            self._run.append(run / tokens)
-            self._copy.append(copy / tokens)
+            self._run.append(run)
+            self._copy.append(copy)
 
     @property
     def pays(self) -> bool | None:
@@ -172,7 +192,7 @@ def fill_states(cache: TrunkCache | None, plan: PassPlan, states: torch.Tensor, 
     """The states of the plan's trunk, row after row, into `states` (at least its tokens, H): those that are
     kept, the others by `run`. Returns how many tokens were kept."""
     layer, places = plan.stages[0].first, starts_of(plan.trunk)[:-1]
-    if cache is None:
+    if cache is None or not cache.active:
         run(plan.trunk, layer, states, places)
         return 0
     missing: list[Row] = []
@@ -191,22 +211,23 @@ def fill_states(cache: TrunkCache | None, plan: PassPlan, states: torch.Tensor, 
         ran = clock()
         for row, place in zip(missing, missing_at, strict=True):
             cache.put(layer, content(row), states[place : place + len(row.tokens)])
-        if cache.trial is not None and _load(cache, layer, missing, missing_at, states):
-            cache.trial.note(sum(len(row.tokens) for row in missing), ran - begun, clock() - ran)
-            cache.judge()
+        if cache.trial is not None:
+            loaded = _load(cache, layer, missing, missing_at, states)
+            cache.judge(sum(len(row.tokens) for row in missing), ran - begun, loaded, clock() - ran)
     return sum(len(row.tokens) for row in plan.trunk) - sum(len(row.tokens) for row in missing)
 
 
 def _load(
     cache: TrunkCache, layer: int, rows: Sequence[Row], places: Sequence[int], states: torch.Tensor
-) -> bool:
-    """What was just stored, back to where it came from; False when something had no room."""
+) -> int:
+    """What was just stored, back to where it came from: tokens."""
+    loaded = 0
     for row, place in zip(rows, places, strict=True):
         known = cache.get(layer, content(row))
-        if known is None:
-            return False
-        states[place : place + len(row.tokens)].copy_(known, non_blocking=True)
-    return True
+        if known is not None:
+            states[place : place + len(row.tokens)].copy_(known, non_blocking=True)
+            loaded += len(row.tokens)
+    return loaded
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ class Member:
     name: str
     data: int
     lengths: tuple[int, ...]
-    changes: dict[str, object]
+    changes: Mapping[str, object]
 
 
 def cohort(top: int, lengths: tuple[int, ...]) -> list[Member]:
@@ -49,7 +49,7 @@ def row(length: int, seed: int, first_label: int | None = None) -> Row:
 def part(engine: Engine, member: Member) -> Part:
     """Its adapter, with a B that is not zero, and its rows."""
     values: dict[str, object] = {"data": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0, "seed": 3}
-    spec = AdapterSpec(name=member.name, **(values | member.changes))  # type: ignore[arg-type]
+    spec = AdapterSpec(name=member.name, **{**values, **member.changes})  # type: ignore[arg-type]
     adapter = engine.new_adapter(member.name, spec)
     for key, shape in engine.arena.matrices(member.name):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(sum(str(key).encode())))
