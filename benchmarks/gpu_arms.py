@@ -18,7 +18,7 @@ from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine, Pending, Prepared
 from gshare.agent.train.device_optimizer import Verdicts
 from gshare.agent.train.device_pass import PassShape, group_shapes
-from gshare.agent.train.engine import Part
+from gshare.agent.train.part import Part
 from gshare.kernels.layout import GROUPS, Group, LoraPlan
 from gshare.kernels.lora_tables import PassAdapter, PassTables
 from gshare.kernels.triton_backend import DeviceLora, TritonBackend

@@ -10,7 +10,7 @@ from gpu_arms import Trainer, graph_seconds
 from gpu_workload import Workload
 from gshare.agent.base.weights import Base
 from gshare.agent.train.device_engine import DeviceEngine
-from gshare.agent.train.engine import Part, Row
+from gshare.agent.train.part import Part, Row
 from gshare.kernels.gemm_cuda import CudaGemm
 from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
 from gshare.kernels.grouped_lora_grads_triton import lora_grads

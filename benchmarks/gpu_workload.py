@@ -20,7 +20,7 @@ from gshare.agent.base.weights import (
     grouped,
 )
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 from gshare.kernels import nf4
 
 #: Hugging Face config values; the PEFT arms build the same model from them.

@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gshare.agent.service.environment import trainer_environment
-from gshare.kernels.backend import NUMERICS
+from gshare.kernels.numerics import NUMERICS
 from trunk_gate import Records, faults, ratios, report
 from trunk_operations import expected
 from trunk_processes import Failed, Launch, launch, run_arm

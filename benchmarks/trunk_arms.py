@@ -22,11 +22,12 @@ from gpu_workload import make_base
 from gshare.agent.base.weights import Base
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine
-from gshare.agent.train.engine import Engine, Losses, Part, Verdict, mean_loss
+from gshare.agent.train.engine import Engine, Losses, Verdict, mean_loss
+from gshare.agent.train.part import Part
 from gshare.agent.train.trunk import TrunkUse
 from gshare.agent.train.trunk_cache import TrunkCache
-from gshare.kernels.backend import NUMERICS
 from gshare.kernels.layout import GROUPS
+from gshare.kernels.numerics import NUMERICS
 from gshare.kernels.reference_backend import ReferenceBackend
 from gshare.kernels.triton_backend import TritonBackend
 from safetensors.torch import save

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gshare.agent.base.config import ModelConfig
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 from gshare.kernels.layout import GROUPS
 from trunk_workload import Cohort
 

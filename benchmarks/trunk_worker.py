@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import trunk_arms
 import trunk_peft
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 from trunk_activity import SmActivity
 from trunk_workload import Cohort
 

@@ -17,7 +17,7 @@ import numpy as np
 from gpu_workload import Workload, shape_config
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 
 LABELLED = 0.6
 #: Of the length draw's 64 steps, those that no job trains.

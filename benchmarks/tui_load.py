@@ -7,6 +7,7 @@ Arms, each a process of its own beside `tui_coordinator.py`:
 
     data    the source and the state alone, in an asyncio loop: what the app is built on
     memory  an hour of frames (a sample a second and an evaluation every 5 s of each job) applied to a state
+    start   the command of `pty`, five times to its first picture: the median, and its processor time
     pty     `gshare tui` itself in a pseudo-terminal of 200 × 50, found by its default state directory
 
 Measured: CPU of the process by /proc (a percentage of one core, over the measured seconds), the time from a
@@ -22,29 +23,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import platform
-import pty
-import select
 import shutil
-import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tui_terminal import COLUMNS, ROWS, Terminal
+
 HERE = Path(__file__).resolve().parent
-COLUMNS, ROWS = 200, 50
 WARM_SECONDS = 8.0
+STARTS = 5
 
 #: name → (limit, unit); a figure has to be at most its limit.
 LIMITS = {
@@ -280,50 +277,28 @@ def run_pty(arguments: argparse.Namespace) -> dict[str, float]:
             terminal.close()
 
 
-class Terminal:
-    """A program in a pseudo-terminal; a thread notes what it writes, and when."""
+# --- arm: start
 
-    WORDS = ("paused", "starting")
 
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        self.sizes: list[tuple[float, int]] = []
-        self.seen: list[tuple[float, str]] = []
-        self._last = b""
-        self._painted: float | None = None
-        self._began = time.monotonic()
-        self._fd = ours
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd="/", env=env, start_new_session=True
-        )
-        os.close(theirs)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def first_paint_ms(self) -> float:
-        return float("inf") if self._painted is None else (self._painted - self._began) * 1000
-
-    def tail(self) -> str:
-        return self._last[-2000:].decode("utf-8", "replace")
-
-    def close(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        os.close(self._fd)
-
-    def _read(self) -> None:
-        while True:
+def run_start(arguments: argparse.Namespace) -> dict[str, float]:
+    paints: list[float] = []
+    cpu: list[float] = []
+    with coordinator(arguments) as (_, home):
+        for _ in range(STARTS):
+            terminal = Terminal([sys.executable, "-m", "gshare.cli.main", "tui"], environment(home))
             try:
-                select.select([self._fd], [], [])
-                data = os.read(self._fd, 1 << 16)
-            except OSError:
-                return
-            now = time.monotonic()
-            self.sizes.append((now, len(data)))
-            self._last = (self._last + data)[-4096:]
-            if self._painted is None and b"gshare" in self._last:
-                self._painted = now
-            self.seen += [(now, word) for word in self.WORDS if word.encode() in data]
+                while terminal.first_paint_ms() == float("inf"):
+                    assert terminal.process.poll() is None, f"the app ended: {terminal.tail()}"
+                    time.sleep(0.005)
+                cpu.append(1000 * cpu_seconds(terminal.process.pid))
+                paints.append(terminal.first_paint_ms())
+            finally:
+                terminal.close()
+    return {
+        "first_paint": statistics.median(paints),
+        "first_paint_best": min(paints),
+        "cpu_ms": statistics.median(cpu),
+    }
 
 
 # --- all of them
@@ -353,7 +328,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["data", "memory", "pty"])
+    parser.add_argument("--only", choices=["data", "memory", "start", "pty"])
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--rate", type=float, default=10.0, help="events a second of each job")
@@ -368,7 +343,7 @@ def main() -> int:
         child_memory(arguments.jobs)
     if arguments.child:
         return 0
-    arms = {"data": run_data, "memory": run_memory, "pty": run_pty}
+    arms = {"data": run_data, "memory": run_memory, "start": run_start, "pty": run_pty}
     found = {name: arm(arguments) for name, arm in arms.items() if arguments.only in (None, name)}
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     holds = report(found)

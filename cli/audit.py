@@ -90,7 +90,8 @@ def audit(
     os.environ.update(trainer_environment())
     console = stderr_console()
     model_dir, requests = prepare(run, console, resume=False)
-    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
+    cards = plan.cards if plan is not None else ()
+    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None, cards=cards)
     task = f"audit {', '.join(spec.name for spec in run.adapters)}"
     inexact = os.environ.get(INEXACT_VARIABLE) == "1"
     with ExitStack() as stack:

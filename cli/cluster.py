@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 app = App(name="cluster", help="How the nodes of a cluster are, and what to mend on each.")
 
+app.command(
+    "gshare.cli.cluster_plan:plan", name="plan", help="When several sweeps would run, and on which GPUs."
+)
+
 #: All nodes are tried at once; one that is made ready installs its environment first.
 CHECK_SECONDS = 3600.0
 
@@ -98,7 +102,7 @@ def check(
     accept_new
         Trust host keys that are seen for the first time. Changed ones are always refused.
     """
-    from gshare.coordinator.config import load_cluster
+    from gshare.coordinator.config import load_cluster, same_agent
     from gshare.coordinator.host_keys import HostKeys
     from gshare.coordinator.main import ask_on_terminal
 
@@ -110,6 +114,11 @@ def check(
         return list(await asyncio.gather(*(_check(node, keys) for node in config.nodes)))
 
     found = asyncio.run(check_all())
+    first: dict[str, str] = {}  # agent → the node it was found as
+    for node in found:
+        agent = node.pop("agent", None)
+        if agent is not None and first.setdefault(agent, node["node"]) != node["node"]:
+            node.update(ok=False, kind="config", faults=[same_agent(first[agent]), *node["faults"]])
     for node in found:
         if json:
             print(json_module.dumps(node))
@@ -121,7 +130,7 @@ def check(
 
 
 async def _check(node: NodeConfig, keys: HostKeys) -> dict[str, Any]:
-    """How one node is. Never raises for what is wrong with the node."""
+    """How one node is, and (`agent`, where it answered) which agent. Never raises for what is wrong there."""
     import time
 
     from gshare.agent.errors import GshareError
@@ -138,8 +147,9 @@ async def _check(node: NodeConfig, keys: HostKeys) -> dict[str, Any]:
             Connector(keys)(node, lambda text: done.append(plain(text))), CHECK_SECONDS
         )
         link = await AgentLink.open(stream, client="gshare cluster check")
+        told["agent"] = link.hello.agent_id
         try:
-            info = await link.ask(NodeInfo, DescribeNode)
+            info = await link.ask(NodeInfo, DescribeNode, models=sorted(node.models.values()))
         finally:
             await link.close()
     except NodeFault as fault:

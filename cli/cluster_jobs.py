@@ -66,12 +66,12 @@ def command_cluster_jobs(
     if not names:
         raise UsageError("name at least one job (`gshare jobs --cluster FILE` lists them)")
     with running_coordinator(cluster, state_dir, CLIENT) as client:
-        failed = client.ask(JobsDone, make, jobs=list(names)).failed
+        reply = client.ask(JobsDone, make, jobs=list(names))
     for name in names:
-        if name not in failed:
-            print(f"{plain(name)}: {done}", file=sys.stderr)
-    if failed:
-        raise GshareError("\n".join(plain(why) for why in failed.values()))
+        if name not in reply.failed:
+            print(f"{plain(name)}: {plain(reply.told.get(name, done))}", file=sys.stderr)
+    if reply.failed:
+        raise GshareError("\n".join(plain(why) for why in reply.failed.values()))
     return EXIT_OK
 
 

@@ -7,6 +7,7 @@ gshare coordinator connect           stdin and stdout are its socket: what a nod
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -72,21 +73,26 @@ def stop(*, state_dir: Path | None = None) -> int:
     state_dir
         The coordinator's; by default $XDG_STATE_HOME/gshare/coordinator.
     """
-    from gshare.coordinator.api_client import CoordinatorClient, NoCoordinator
+    from gshare.agent.service.peer import peer_of
+    from gshare.coordinator.api_client import NoCoordinator, connect_coordinator
     from gshare.coordinator.main import STOP_SIGNAL
 
     directory = state_dir_of(state_dir)
     try:
-        with CoordinatorClient(directory, "gshare coordinator stop") as client:
-            pid = client.welcome.pid
+        with connect_coordinator(directory) as sock:
+            # By the kernel's word: a coordinator of any version, or full of clients.
+            pid = peer_of(sock).pid
     except NoCoordinator:
         raise RetryLater(f"no coordinator runs on {directory}") from None
-    os.kill(pid, STOP_SIGNAL)
+    if pid <= 0:
+        raise GshareError(f"the coordinator on {directory} runs in another container; stop it there")
+    with contextlib.suppress(ProcessLookupError):  # it was leaving already
+        os.kill(pid, STOP_SIGNAL)
     deadline = time.monotonic() + STOP_SECONDS
     while time.monotonic() < deadline:
         try:
-            CoordinatorClient(directory, "gshare coordinator stop").close()
-        except (NoCoordinator, GshareError):
+            connect_coordinator(directory).close()
+        except NoCoordinator:
             print(f"coordinator {pid} has ended; jobs run on", file=sys.stderr)
             return EXIT_OK
         time.sleep(0.05)

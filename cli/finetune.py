@@ -23,7 +23,7 @@ from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
-from gshare.agent.service.registry import RUNNER, TrainerConfig, collect_dead
+from gshare.agent.service.registry import RUNNER, GpuRequest, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
 from gshare.cli.estimate import dry_run_json
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
@@ -95,15 +95,16 @@ def finetune(
     console = stderr_console()
     model_dir, requests = prepare(run, console, resume=resume)
     base = base_identity(model_dir)
-    _check_prepared(run, base, requests)
-    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None)
+    check_prepared(run, base, requests)
+    cards = plan.cards if plan is not None else ()
+    estimate = partial(run_estimate, run, model_dir, requests, on_gpu=plan is not None, cards=cards)
     gpu = None
     if plan is not None:
         if plan.note:
             console.print(Text(f"warning: {plan.note}"))
         task = f"finetune {', '.join(request.spec.name for request in requests)}"
         gpu = request_gpu(plan, estimate, task, shared=join and base is not None)
-        console.print(Text(budget_line(plan, gpu)))
+        console.print(Text(budget_line(plan, gpu, estimate)))
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:
@@ -111,7 +112,23 @@ def finetune(
         print(json_module.dumps(dry_run_json(run, model_dir, requests, it, gpu)) if json else it.table())
         return EXIT_OK
     collect_dead()
-    config = TrainerConfig(
+    config = trainer_config(run, model_dir, base=base, device=device, gpu=gpu, trace=trace)
+    if detach:
+        return detach_run(config, requests, report_to, join=join)
+    return supervise_run(config, requests, report_to, json_lines=json, join=join)
+
+
+def trainer_config(
+    run: RunSpec,
+    model_dir: Path,
+    *,
+    base: str | None,
+    device: str,
+    gpu: GpuRequest | None,
+    trace: bool = False,
+) -> TrainerConfig:
+    """What the run's trainer is told; `base` is the model's identity, where it has one."""
+    return TrainerConfig(
         model=run.model,
         model_dir=str(model_dir.absolute()),
         base_dtype=run.base_dtype,
@@ -126,9 +143,6 @@ def finetune(
         base=base or "",
         runner=os.environ.get(RUNNER_VARIABLE) or RUNNER,
     )
-    if detach:
-        return _detach(config, requests, report_to, join=join)
-    return _supervise(config, requests, report_to, json_lines=json, join=join)
 
 
 def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
@@ -136,7 +150,7 @@ def _check_output_dirs(run: RunSpec, *, resume: bool) -> None:
         check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=resume)
 
 
-def _check_prepared(run: RunSpec, base: str | None, requests: Sequence[JobRequest]) -> None:
+def check_prepared(run: RunSpec, base: str | None, requests: Sequence[JobRequest]) -> None:
     """Another base or other data than a directory's run had: told before a trainer is started."""
     for request in requests:
         check_free_output_dir(
@@ -152,9 +166,10 @@ def _check_prepared(run: RunSpec, base: str | None, requests: Sequence[JobReques
         )
 
 
-def _detach(
+def detach_run(
     config: TrainerConfig, requests: list[JobRequest], report_to: Sequence[str], *, join: bool
 ) -> int:
+    """Leave `requests` to a client of their own, and say how to reach them."""
     from gshare.agent.service.detach import DetachedPlan, detach
 
     plan = DetachedPlan(config=config, requests=requests, report_to=list(report_to), join=join)
@@ -166,7 +181,7 @@ def _detach(
     return EXIT_OK
 
 
-def _supervise(
+def supervise_run(
     config: TrainerConfig,
     requests: Sequence[JobRequest],
     report_to: Sequence[str],
@@ -174,6 +189,7 @@ def _supervise(
     json_lines: bool,
     join: bool,
 ) -> int:
+    """Run `requests` to their ends and show them; the exit code."""
     from gshare.agent.service.supervise import StopRequest, Supervisor
     from gshare.cli.live import make_view
 

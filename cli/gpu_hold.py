@@ -57,7 +57,7 @@ def hold_gpu(
     if plan.note:
         say("warning", plan.note)
     request = request_gpu(plan, estimate, task)
-    say("info", budget_line(plan, request))
+    say("info", budget_line(plan, request, estimate))
     with _visible_again():
         reservation, device = admit(
             request,

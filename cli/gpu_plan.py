@@ -24,7 +24,7 @@ from gshare.agent.vram.guard import WAIT_SECONDS
 from gshare.agent.vram.identify import find_devices, visible_devices
 from gshare.agent.vram.inherit import NotInherited, find_inheritable
 from gshare.agent.vram.ledger import Ledger
-from gshare.agent.vram.machine import DeviceState, Never, Request, best_decision, decide
+from gshare.agent.vram.machine import DeviceState, Never, Request, available_mb, best_decision, decide
 from gshare.agent.vram.mps import SAVE_STEPS, mps_environment
 from gshare.agent.vram.owners import RESERVATION_VARIABLE
 from gshare.agent.vram.rows import Row
@@ -52,6 +52,11 @@ class GpuPlan:
     mps_share: int | None
     inherited: Row | None = None
     note: str = ""
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """Names of the GPUs on any of which the run may be."""
+        return tuple(device.name for device in self.devices)
 
 
 def plan_gpu(flags: ReserveFlags, device: str, *, outlives: bool = False) -> GpuPlan | None:
@@ -104,9 +109,10 @@ def request_gpu(
     elif plan.inherited is not None:
         budget_mb = plan.inherited.budget_mb
     else:
-        budget_mb = with_allowance(estimate().total)
+        whole = estimate()
+        budget_mb = with_allowance(whole.total, whole.fragmentation)
     _check_fits(plan, budget_mb)
-    part_mb = min(budget_mb, with_fragmentation(estimate().added)) if shared else 0
+    part_mb = min(budget_mb, _added_mb(estimate())) if shared else 0
     devices = _with_mps(plan, budget_mb) if plan.mps else plan.devices
     return GpuRequest(
         budget_mb=budget_mb,
@@ -121,15 +127,30 @@ def request_gpu(
     )
 
 
-def budget_line(plan: GpuPlan, request: GpuRequest) -> str:
-    """The budget, and where it comes from."""
+def _added_mb(estimate: MemoryEstimate) -> int:
+    return with_fragmentation(estimate.added, estimate.fragmentation)
+
+
+def room_mb(plan: GpuPlan) -> tuple[int, int]:
+    """(MiB to be had now, MiB to be had at all) on the best of the plan's devices. Both are the budget where
+    `--vram` or a `gpu run` around us sets it."""
+    fixed = plan.vram_mb if plan.vram_mb is not None else plan.inherited and plan.inherited.budget_mb
+    if fixed is not None:
+        return fixed, fixed
+    view, readings = plan.ledger.look()
+    states = [plan.ledger.state(device, view, readings) for device in plan.devices]
+    now = max(available_mb(view.claims, state) or 0 for state in states)
+    return now, max(state.usable_mb for state in states)
+
+
+def budget_line(plan: GpuPlan, request: GpuRequest, estimate: Callable[[], MemoryEstimate]) -> str:
+    """The budget, and where it comes from; the estimate is asked only where it is the budget."""
     if plan.inherited is not None:
         return f"GPU memory: {show_mb(request.budget_mb)} of reservation {request.inherit} (`gshare gpu run`)"
-    source = (
-        "--vram"
-        if plan.vram_mb is not None
-        else "estimate, with CUDA's context, workspaces and fragmentation; --vram sets it"
-    )
+    if plan.vram_mb is not None:
+        source = "--vram"
+    else:
+        source = f"{estimate().source}, with CUDA's context, workspaces and fragmentation; --vram sets it"
     return f"GPU memory to reserve: {show_mb(request.budget_mb)} ({source})"
 
 

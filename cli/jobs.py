@@ -1,4 +1,4 @@
-"""`gshare jobs [list|attach|stop|pause|resume|logs|fetch NAME]`: the jobs of all trainers of this user.
+"""`gshare jobs [list|attach|stop|pause|resume|clone|logs|fetch NAME]`: the jobs of all trainers of this user.
 
 With `--cluster FILE` the jobs of that cluster instead, see `cluster_jobs.py`.
 """
@@ -36,7 +36,8 @@ from gshare.agent.service.registry import collect_dead, finished_jobs, live_trai
 from gshare.cli.board import columns, number
 from gshare.cli.live import View, make_view
 
-app = App(name="jobs", help="List, follow, stop, pause and resume running jobs, here or on a cluster.")
+app = App(name="jobs", help="List, follow, stop, pause, resume and clone running jobs, here or on a cluster.")
+app.command("gshare.cli.clone:clone", name="clone", help="Train a changed copy of a job beside it.")
 
 #: Ended jobs that `list` shows, the newest ones.
 ENDED_SHOWN = 20
@@ -82,7 +83,7 @@ def list_jobs(
         from gshare.cli.cluster_jobs import list_cluster_jobs
 
         return list_cluster_jobs(cluster, state_dir, json_lines=json_lines)
-    found = _find_all()
+    found = find_all()
     if json_lines:
         for job in found:
             trainer = job.trainer.name if job.trainer else None
@@ -134,7 +135,7 @@ def attach(
         from gshare.cli.cluster_jobs import attach_cluster_job
 
         return attach_cluster_job(cluster, state_dir, name, json_lines=json_lines)
-    found = _find(name, running=False)
+    found = find_job(name, running=False)
     started = time.time()
     view = make_view([(name, found.status.output_dir)], json_lines=json_lines)
     try:
@@ -231,7 +232,7 @@ def logs(
         from gshare.cli.cluster_jobs import show_log
 
         return show_log(cluster, state_dir, name, max_bytes)
-    found = _find(name, running=True)
+    found = find_job(name, running=True)
     assert found.trainer is not None
     path = log_path(found.trainer.name)
     try:
@@ -278,11 +279,11 @@ def fetch(
 def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJobs], done: str) -> int:
     if not names:
         raise UsageError("name at least one job (`gshare jobs` lists them)")
-    found = [_find(name, running=True) for name in names]  # all of them, before anything is done
+    found = [find_job(name, running=True) for name in names]  # all of them, before anything is done
     for job in found:
         assert job.trainer is not None
         name = job.status.job
-        with _connected(job.trainer) as client:
+        with connected(job.trainer) as client:
             reply = client.ask(make, jobs=[name], timeout=COMMAND_SECONDS)
         assert isinstance(reply, Done), reply
         if name in reply.failed:
@@ -294,7 +295,7 @@ def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJob
 def _follow(trainer: Path, name: str, view: View) -> bool:
     """Shows the job's events until it ends: True; False when the trainer is gone first."""
     try:
-        with _connected(trainer) as client:
+        with connected(trainer) as client:
             client.follow([name])
             while view.board.rows[name].state not in ENDED:
                 for event in client.poll(0.1):
@@ -309,7 +310,7 @@ def _find_again(name: str, since: float) -> Found:
     """Where the job is resumed, or how it ended."""
     deadline = time.monotonic() + RESTART_SECONDS
     while time.monotonic() < deadline:
-        for job in _find_all():
+        for job in find_all():
             if job.status.job == name and (job.trainer is not None or job.ended >= since):
                 return job
         time.sleep(0.5)
@@ -317,7 +318,7 @@ def _find_again(name: str, since: float) -> Found:
 
 
 @contextlib.contextmanager
-def _connected(trainer: Path, reply_seconds: float = REPLY_SECONDS) -> Iterator[TrainerClient]:
+def connected(trainer: Path, reply_seconds: float = REPLY_SECONDS) -> Iterator[TrainerClient]:
     client = TrainerClient(trainer, CLIENT, timeout=ANSWER_SECONDS, reply_seconds=reply_seconds)
     try:
         yield client
@@ -325,9 +326,9 @@ def _connected(trainer: Path, reply_seconds: float = REPLY_SECONDS) -> Iterator[
         client.close()
 
 
-def _find(name: str, *, running: bool) -> Found:
+def find_job(name: str, *, running: bool) -> Found:
     """The job of this name that runs, else the last that ended. UsageError with the nearest name."""
-    everything = _find_all()
+    everything = find_all()
     matches = [job for job in everything if job.status.job == name]
     active = [job for job in matches if job.status.state not in ENDED]
     if len(active) > 1:
@@ -353,7 +354,7 @@ def _find(name: str, *, running: bool) -> Found:
 def _jobs_of(trainer: Path) -> tuple[list[Found], str]:
     """The trainer's jobs, and what is wrong with it."""
     try:
-        with _connected(trainer, ANSWER_SECONDS) as client:
+        with connected(trainer, ANSWER_SECONDS) as client:
             return [Found(status, trainer) for status in client.jobs()], ""
     except TrainerGone:
         return [], ""  # it ended just now
@@ -361,7 +362,7 @@ def _jobs_of(trainer: Path) -> tuple[list[Found], str]:
         return [], f"trainer {trainer.name} does not answer: {error}"
 
 
-def _find_all() -> list[Found]:
+def find_all() -> list[Found]:
     """Jobs of live trainers, then ended ones, newest first."""
     collect_dead()
     here: list[Found] = []

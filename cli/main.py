@@ -1,12 +1,15 @@
 """The `gshare` command: finds the subcommand, runs it, and turns every error into one message.
 
     gshare finetune   train adapters          gshare export    write or merge an adapter
+    gshare sweep      try configurations
     gshare jobs       list, attach, stop …    gshare audit     packed and solo, byte for byte
     gshare data       look at the data        gshare doctor    what this machine has and lacks
     gshare generate   ask an adapter          gshare gpu       reservations of GPU memory
     gshare agent      the daemon of a node    gshare submit    train adapters on a cluster
     gshare coordinator  places their jobs     gshare cluster   how its nodes are
-    gshare tui        the dashboard         gshare version
+    gshare tui        the dashboard           gshare report    what became of runs
+    gshare estimate   memory and speed of adapters
+    gshare version
 
 Subcommands are named by import path and loaded when they are called, so `gshare --help` costs neither
 torch nor transformers. Exit codes are those of `gshare.agent.errors`: 0 ok, 1 failure, 2 usage,
@@ -33,10 +36,13 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "finetune": ("gshare.cli.finetune:finetune", "Train adapters on one base, all at the same time."),
     "jobs": ("gshare.cli.jobs:app", "List, follow, stop, pause and resume running jobs."),
+    "sweep": ("gshare.cli.sweep:app", "Try many configurations, and train the best of them to the end."),
+    "report": ("gshare.cli.report:report", "What became of runs: who was best, what was stopped, and why."),
     "data": ("gshare.cli.data:app", "Look at training data as the model will see it."),
     "generate": ("gshare.cli.generate:generate", "Answer a prompt with the base or with an adapter."),
     "export": ("gshare.cli.export:export", "Write an adapter, or a checkpoint with the adapter merged in."),
     "audit": ("gshare.cli.audit:audit", "Train packed and alone, and compare byte for byte."),
+    "estimate": ("gshare.cli.estimate:estimate", "How much memory adapters take; measure it."),
     "gpu": ("gshare.cli.gpu:app", "Who has reserved which GPU's memory; run a program under a reservation."),
     "agent": ("gshare.cli.agent:app", "Run this node's agent, which runs what a coordinator sends."),
     "coordinator": ("gshare.cli.coordinator:app", "Run the coordinator of a cluster."),

@@ -2,7 +2,8 @@
 
 Everything happens in the coordinator's one asyncio loop. Per client nothing is unbounded: at most
 `MAX_REQUESTS` are worked on at once (then no more are read), events wait in one ring for all clients, samples
-in a short queue of each, and a client that takes nothing for `STALL_SECONDS` is cut off.
+in a short queue of each, and a client that takes nothing for `STALL_SECONDS` is cut off. When all places are
+taken, one who neither asks nor follows gives his to the next.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-from gshare.agent.errors import EXIT_FAILURE, EXIT_USAGE, GshareError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_RETRY, EXIT_USAGE, GshareError
 from gshare.agent.service.server import socket_address
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
 from gshare.coordinator.api_protocol import (
@@ -36,6 +37,7 @@ from gshare.coordinator.api_protocol import (
     JobEvent,
     JobMoved,
 )
+from gshare.coordinator.heard import check_numbers
 from gshare.coordinator.link import StreamPair
 from gshare.coordinator.tasks import end_tasks
 
@@ -47,6 +49,8 @@ MAX_REQUESTS = 32
 MAX_REPLIES = 256  # that a client has not read yet
 HELLO_SECONDS = 10.0
 STALL_SECONDS = 60.0
+#: Who has no request under way and does not follow for so long gives way when all places are taken.
+IDLE_SECONDS = 10.0
 
 
 class EventRing:
@@ -77,6 +81,8 @@ class EventRing:
 @dataclass(eq=False)
 class _Client:
     stream: StreamPair
+    task: asyncio.Task[None]
+    heard: float = field(default_factory=time.monotonic)  # when it asked last, monotonic s
     replies: deque[bytes] = field(default_factory=deque)
     samples: deque[ClusterEvent] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,6 +91,11 @@ class _Client:
     wants_samples: bool = False
     jobs: frozenset[str] = frozenset()  # empty: all
     seq: int = 0
+
+    @property
+    def idle(self) -> bool:
+        busy = self.following or self.working or self.replies
+        return not busy and time.monotonic() - self.heard >= IDLE_SECONDS
 
     def wants(self, event: ClusterEvent) -> bool:
         job = job_of(event)
@@ -168,7 +179,7 @@ class ApiServer:
             if not data:
                 return
             messages = frames.feed(data)
-        hello = convert(messages[0], FromApiClient)
+        hello = _converted(messages[0])
         if isinstance(hello, DialIn):
             if len(messages) > 1:
                 raise WireError("a frame after DialIn: the agent waits for a hello there")
@@ -177,10 +188,12 @@ class ApiServer:
         if not isinstance(hello, ApiHello):
             raise WireError(f"{type(hello).__name__} before the hello")
         refusal = self._refusal(hello)
-        if refusal:
-            stream.write(encode(ApiRefused(reply_to=0, reason=refusal)))
+        if refusal is not None:
+            stream.write(encode(refusal))
             return
-        client = _Client(stream)
+        task = asyncio.current_task()
+        assert task is not None
+        client = _Client(stream, task)
         client.replies.append(encode(self._welcome()))
         client.wake.set()
         self._clients.add(client)
@@ -191,15 +204,28 @@ class ApiServer:
             for task in list(client.working):
                 task.cancel()
 
-    def _refusal(self, hello: ApiHello) -> str:
+    def _refusal(self, hello: ApiHello) -> ApiRefused | None:
         if hello.protocol != API_PROTOCOL_VERSION:
-            return (
+            reason = (
                 f"this coordinator (gshare {version('gshare')}) speaks protocol {API_PROTOCOL_VERSION}, the "
                 f"client (gshare {hello.gshare}) speaks {hello.protocol}; use the same gshare for both"
             )
-        return (
-            f"the coordinator has {MAX_CLIENTS} clients already" if len(self._clients) >= MAX_CLIENTS else ""
-        )
+            return ApiRefused(reply_to=0, reason=reason)
+        if len(self._clients) >= MAX_CLIENTS and not self._make_way():
+            reason = f"the coordinator has {MAX_CLIENTS} clients already"
+            return ApiRefused(reply_to=0, reason=reason, exit_code=EXIT_RETRY)
+        return None
+
+    def _make_way(self) -> bool:
+        """Takes the place of the client that has been idle longest; False: all of them use theirs."""
+        idle = min((c for c in self._clients if c.idle), key=lambda client: client.heard, default=None)
+        if idle is None:
+            return False
+        reason = f"idle while all {MAX_CLIENTS} places were taken; connect again"
+        idle.stream.write(encode(ApiRefused(reply_to=0, reason=reason, exit_code=EXIT_RETRY)))
+        self._clients.discard(idle)
+        idle.task.cancel()
+        return True
 
     async def _talk(self, client: _Client, frames: FrameReader, first: list[dict[str, object]]) -> None:
         async def read() -> None:
@@ -218,7 +244,8 @@ class ApiServer:
             await end_tasks((reading, writing))
 
     async def _take(self, client: _Client, message: dict[str, object]) -> None:
-        request = convert(message, FromApiClient)
+        request = _converted(message)
+        client.heard = time.monotonic()
         if isinstance(request, ApiHello | DialIn):
             raise WireError("a second hello")
         if len(client.replies) >= MAX_REPLIES:
@@ -240,9 +267,14 @@ class ApiServer:
         except Exception as error:  # a mistake of ours: the client is told, the coordinator lives on
             reason = f"the coordinator failed at this: {type(error).__name__}: {error}"
             reply = ApiRefused(reply_to=request.id, reason=reason, exit_code=EXIT_FAILURE)
-        self._reply(client, reply)
+        try:
+            self._reply(client, reply)
+        except WireError as error:
+            reason = f"the answer is too large: {error}"
+            self._reply(client, ApiRefused(reply_to=request.id, reason=reason, exit_code=EXIT_FAILURE))
 
     def _reply(self, client: _Client, reply: msgspec.Struct) -> None:
+        """WireError: it fits into no frame."""
         client.replies.append(encode(reply))
         client.wake.set()
 
@@ -286,3 +318,9 @@ class ApiServer:
             gap=after < ring.first_seq - 1,
             last_seq=ring.last_seq,
         )
+
+
+def _converted(message: dict[str, object]) -> FromApiClient:
+    """WireError: it is no message, or holds a number that neither store nor node could take."""
+    check_numbers(message)
+    return convert(message, FromApiClient)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 from gshare.agent.errors import EXIT_RETRY, EXIT_USAGE, GshareError, RetryLater, UsageError
+from gshare.agent.service.peer import stranger_fault
 from gshare.agent.service.server import socket_address
 from gshare.agent.service.wire import FrameReader, convert, encode
 from gshare.agent.xdg import xdg_dir
@@ -58,7 +59,8 @@ def default_state_dir() -> Path:
 
 
 def connect_coordinator(state_dir: Path) -> socket.socket:
-    """A connected socket to the coordinator of that state directory. `NoCoordinator` when there is none."""
+    """A connected socket to the coordinator of that state directory. `NoCoordinator` when there is none,
+    GshareError when another user's process listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with socket_address(state_dir / SOCKET) as address:
@@ -66,6 +68,9 @@ def connect_coordinator(state_dir: Path) -> socket.socket:
     except OSError:
         sock.close()
         raise NoCoordinator(state_dir) from None
+    if fault := stranger_fault(sock):
+        sock.close()
+        raise GshareError(f"{state_dir / SOCKET}: {fault}")
     return sock
 
 

@@ -153,6 +153,14 @@ class ReadNodeLog(_Message, frozen=True, kw_only=True, tag="node_log"):
     max_bytes: int = 65536
 
 
+class EndNodeLeases(_Message, frozen=True, kw_only=True, tag="end_node_leases"):
+    """End these holds in that node's ledger, as `EndLeases` there; answered by `NodeLeasesEnded`."""
+
+    id: int
+    node: str
+    reservations: list[str]
+
+
 class ReadEvaluations(_Message, frozen=True, kw_only=True, tag="read_evaluations"):
     """What the jobs' evaluations gave, by step; answered by `JobEvaluations`."""
 
@@ -204,6 +212,7 @@ ApiRequest = (
     | ResumeClusterJobs
     | ReadJobLog
     | ReadNodeLog
+    | EndNodeLeases
     | ReadEvaluations
     | ReadJobSamples
     | FetchJob
@@ -298,7 +307,15 @@ class Leaderboard(_Message, frozen=True, kw_only=True, tag="standings"):
 
 
 class JobsDone(_Message, frozen=True, kw_only=True, tag="jobs_done"):
-    """`failed`: job → why."""
+    """`failed`: job → why. `told`: job → what became of it, where that is not what was asked for in short."""
+
+    reply_to: int
+    failed: dict[str, str] = {}
+    told: dict[str, str] = {}
+
+
+class NodeLeasesEnded(_Message, frozen=True, kw_only=True, tag="node_leases_ended"):
+    """`failed`: id of a reservation → why it stays."""
 
     reply_to: int
     failed: dict[str, str] = {}
@@ -354,6 +371,7 @@ ApiReply = (
     | NodeRows
     | Leaderboard
     | JobsDone
+    | NodeLeasesEnded
     | JobLog
     | JobEvaluations
     | JobSamples

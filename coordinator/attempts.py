@@ -45,6 +45,7 @@ class Attempts(Transfers):
             self._out.append(Forget(node=job.last_node, job=name, attempt=job.attempt))
         job.attempt = max(job.attempt, job.floor) + 1
         job.node, job.gpu, job.budget_mb, job.last_node = placed.node, placed.gpu, placed.budget_mb, ""
+        job.agent = self._agents.get(placed.node, "")
         job.state, job.reason = "starting", ""
         job.ended_there = job.adoptable = job.stop_sent = job.pulling = False
         job.there_step = 0
@@ -103,6 +104,7 @@ class Attempts(Transfers):
         self._placement.drop(job.facts.name)
         job.state, job.reason = "starting", ""
         self._put_on_node(job, job.last_node, running=False)
+        job.agent = self._agents.get(job.node, "")
         self._touch(job)
 
     def _not_current(self, job: JobRecord, node: str, status: AttemptStatus) -> None:
@@ -113,6 +115,8 @@ class Attempts(Transfers):
             self._out.append(Stop(node=node, job=name, attempt=attempt, reason=reason))
         elif attempt != job.attempt or job.state in ("completed", "diverged"):
             self._out.append(Forget(node=node, job=name, attempt=attempt))
+        elif job.state == "stopped" and job.outcome is not None:
+            return  # the results, which were not placed: for whoever fetches them
         elif job.state == "stopped" and not job.pulling:
             # What it leaves is brought home before it may go: a user may resume the job.
             job.last_node, job.ended_there = node, True
@@ -225,16 +229,16 @@ class Attempts(Transfers):
             self._not_before[job.facts.name] = self.now + delay
             self._timer(delay, "queue", job)
 
-    def _lose(self, job: JobRecord) -> None:
+    def _lose(self, job: JobRecord, why: str = "was lost") -> None:
         """Its node is lost. The attempt may still run there, so it is not marked as ended."""
         node = job.node
         self._leave_node(job)
         job.ended_there, job.outcome, job.publish_again = False, None, False
         self._touch(job)
         if job.wish == "stop":
-            self._end(job, "stopped", f"{node} was lost")
+            self._end(job, "stopped", f"{node} {why}")
             return
         job.adoptable = True
         self._adoptable.setdefault(node, {})[job.facts.name] = None
-        job.state, job.reason = ("paused" if job.wish == "pause" else "waiting"), f"{node} was lost"
+        job.state, job.reason = ("paused" if job.wish == "pause" else "waiting"), f"{node} {why}"
         self._queue(job)

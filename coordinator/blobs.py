@@ -7,6 +7,7 @@ process. One process at a time writes here (the coordinator holds the state dire
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
@@ -70,7 +71,7 @@ class BlobStore:
     def make_room(self, nbytes: int) -> None:
         """Asked before the first byte of `nbytes` more. Raises `DiskFull` naming the directory."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_room(self.directory, nbytes)
+        check_room(self.directory, nbytes, reserve=DISK_RESERVE)
 
     def append(self, ref: BlobRef, offset: int, data: bytes) -> None:
         """Writes `data` at the end of the part, which is `offset` long. Raises `DiskFull`."""
@@ -110,15 +111,18 @@ class BlobStore:
 
     def collect(self, keep: Collection[str], *, spare_seconds: float = 0.0) -> int:
         """Removes every blob and part whose hash is not in `keep` and that was not written to for
-        `spare_seconds`; returns how many."""
+        `spare_seconds`; returns how many. What somebody else put there stays. Raises `OSError`."""
         removed, spared = 0, time.time() - spare_seconds
         if not self.directory.is_dir():
             return 0
-        for entry in self.directory.iterdir():
-            if entry.name.removesuffix(".part") in keep or entry.stat().st_mtime > spared:
+        for entry in os.scandir(self.directory):
+            sha256 = entry.name.removesuffix(".part")
+            if sha256 in keep or not SHA256.match(sha256) or not entry.is_file(follow_symlinks=False):
                 continue
-            entry.unlink(missing_ok=True)
-            removed += 1
+            with contextlib.suppress(FileNotFoundError):  # a pull has just finished it, or dropped it
+                if entry.stat(follow_symlinks=False).st_mtime <= spared:
+                    os.unlink(entry.path)
+                    removed += 1
         return removed
 
     def _part(self, sha256: str) -> Path:
@@ -134,14 +138,14 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_room(directory: Path, nbytes: int) -> None:
-    """`DiskFull` when the file system of `directory` cannot take `nbytes` and keep `DISK_RESERVE` free."""
+def check_room(directory: Path, nbytes: int, *, reserve: int) -> None:
+    """`DiskFull` when the file system of `directory` cannot take `nbytes` and keep `reserve` bytes free."""
     found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    if nbytes + DISK_RESERVE > free:
+    free, need = found.f_bavail * found.f_frsize, nbytes + reserve
+    if need > free:
         raise DiskFull(
-            f"{directory}: {(nbytes + DISK_RESERVE) >> 20:,} MiB have to be free, but only "
-            f"{free >> 20:,} MiB are; free space there"
+            f"{directory}: {-(-need >> 10):,} KiB have to be free, but only {free >> 10:,} KiB are; "
+            "free space there"
         )
 
 
@@ -153,4 +157,6 @@ def path_fault(name: str) -> str | None:
         return "is not relative"
     if any(part in ("", ".", "..") for part in name.split("/")):
         return "has an empty part, '.' or '..'"
+    if any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in name.split("/")):
+        return "has a part that no file system can hold"
     return None

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from gshare.agent.errors import GshareError
+from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.node.checks import check_start
 from gshare.agent.node.protocol import (
     AttemptAccepted,
     Attempts,
@@ -70,7 +71,7 @@ class Executor:
     ) -> None:
         """`feed(event, id)` commits how a row ended; `say(job, text)` tells people why something waits.
 
-        `failed` hears of an error that is a mistake here: the row stays, and the coordinator should end.
+        `failed` hears of how a row ended that could not be committed: it stays, the coordinator should end.
         """
         self._owner = owner
         self._home = home
@@ -84,6 +85,7 @@ class Executor:
         # One transfer at a time to and from a node: two of the same model would write one partial file.
         self._pushing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pulling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._placing: set[str] = set()  # jobs; a thread that hangs in a dead disk is not joined by another
 
     def take(self, rows: list[Pending]) -> None:
         """Begins with the rows that are not under way already."""
@@ -111,9 +113,12 @@ class Executor:
             except Damaged as error:
                 problem, damaged = str(error), damaged + 1
             except LinkRefused as error:
-                if not error.retry:
-                    raise AssertionError("a refusal is an outcome") from error
                 problem = str(error)
+            except OSError as error:  # a disk, or no more open files: as with one that is full
+                problem = f"{error.filename or 'here'}: {error.strerror or error}"
+            except Exception as error:  # whatever it is, it is this job's and not the cluster's
+                self._give_up(row, error)
+                return
             else:
                 self._feed(outcome, row.id)
                 return
@@ -123,6 +128,19 @@ class Executor:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MOST_PAUSE_SECONDS)
         self._feed(None, row.id)
+
+    def _give_up(self, row: Pending, error: Exception) -> None:
+        """What nobody foresaw: the job fails, or goes on without a checkpoint at home or a command."""
+        action = row.action
+        reason = f"{_doing(action)} failed: {type(error).__name__}: {error}"
+        if isinstance(action, actions.PullCheckpoint):
+            self._say(action.job, reason)
+            self._feed(events.PullFailed(job=action.job, attempt=action.attempt, reason=reason), row.id)
+        elif isinstance(action, actions.Start | actions.Publish | actions.Place):
+            self._feed(events.GivenUp(job=action.job, attempt=action.attempt, reason=reason), row.id)
+        else:
+            self._say(action.job, reason)
+            self._feed(None, row.id)
 
     async def _once(self, action: actions.ClusterAction, damaged: int) -> Outcome:
         """One try. LinkGone, LinkLate, Damaged and a refusal with `retry`: try again."""
@@ -153,18 +171,22 @@ class Executor:
             return None
         order = read_order(record.facts)
         model, checkpoint = model_for(order, session.node), checkpoint_refs(action.checkpoint)
+        fields = {
+            "attempt": action.attempt,
+            "gpu": action.gpu,
+            "budget_mb": action.budget_mb,
+            **start_fields(order, model, checkpoint),
+        }
+        try:
+            # As every agent does; the other reasons of one to refuse are its own, or a number that was used
+            # there.
+            check_start(StartAttempt(id=0, **fields))
+        except UsageError as error:
+            return _start_failed(action, str(error), retry=False)
         try:
             async with self._pushing[action.node]:
                 await push_files(link, sources_for(order, model, checkpoint, self._home.blobs))
-            await link.ask(
-                AttemptAccepted,
-                StartAttempt,
-                timeout=COMMAND_SECONDS,
-                attempt=action.attempt,
-                gpu=action.gpu,
-                budget_mb=action.budget_mb,
-                **start_fields(order, model, checkpoint),
-            )
+            await link.ask(AttemptAccepted, StartAttempt, timeout=COMMAND_SECONDS, **fields)
         except SourceChanged as error:
             return _start_failed(action, str(error), retry=False)
         except LinkRefused as error:
@@ -244,12 +266,17 @@ class Executor:
             return None
         output_dir = Path(read_order(record.facts).job.spec.output_dir)
         mark = f"{self._owner}/{action.job}"
+        if action.job in self._placing:
+            return _publish_failed(action, f"{output_dir}: an earlier try has not ended there", retry=True)
+        self._placing.add(action.job)
         try:
             await asyncio.to_thread(self._home.place, action.job, action.attempt, output_dir, mark)
         except (DiskFull, OutputTaken) as error:
             return _publish_failed(action, str(error), retry=True)
         except GshareError as error:
             return _publish_failed(action, str(error), retry=False)
+        finally:
+            self._placing.discard(action.job)
         return events.Published(job=action.job, attempt=action.attempt)
 
 

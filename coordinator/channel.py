@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from gshare.agent.node.protocol import SUBSYSTEM
+from gshare.agent.service.peer import stranger_fault
 from gshare.agent.service.server import socket_address
 from gshare.coordinator.deploy_plan import Deployed
 from gshare.coordinator.node_fault import NodeFault
@@ -88,12 +89,16 @@ class SocketChannel:
 
 
 async def open_socket(node: str, path: Path) -> SocketChannel:
-    """A channel to the agent's Unix socket on this machine. NodeFault "no_agent"."""
+    """A channel to the agent's Unix socket on this machine. NodeFault "no_agent", or "config" when another
+    user's process listens there."""
     try:
         with socket_address(path) as address:
             reader, writer = await asyncio.open_unix_connection(address)
     except OSError as error:
         raise NodeFault(node, "no_agent", f"no agent answers at {path}: {error.strerror}") from None
+    if fault := stranger_fault(writer.get_extra_info("socket")):
+        writer.close()
+        raise NodeFault(node, "config", f"{path}: {fault}")
     return SocketChannel(node, reader, writer)
 
 

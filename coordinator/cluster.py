@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gshare.agent.jobs.names import shorten
 from gshare.coordinator.actions import CheckBest, ClusterAction, Pause, Resume, Stop
 from gshare.coordinator.attempts import Attempts
 from gshare.coordinator.config import NodeConfig
@@ -20,6 +21,7 @@ from gshare.coordinator.events import (
     CheckpointPulled,
     ClusterEvent,
     Evaluation,
+    GivenUp,
     HoldPlacement,
     NodeAdded,
     NodeBeat,
@@ -81,6 +83,7 @@ class Cluster(Attempts):
             AttemptGone: self._attempt_gone,
             Evaluation: self._evaluation,
             BestSeen: self._best_seen,
+            GivenUp: self._given_up,
             CheckpointPulled: self._pulled,
             PullFailed: self._pull_failed,
             BroughtHome: self._brought_home,
@@ -178,6 +181,7 @@ class Cluster(Attempts):
             self._lose_jobs(event.node)
             del self.nodes[event.node], self._configs[event.node]
             self._placement.remove_node(event.node)
+            self._agents.pop(event.node, None)
 
     def _node_deploying(self, event: NodeDeploying) -> None:
         node = self.nodes.get(event.node)
@@ -192,6 +196,7 @@ class Cluster(Attempts):
         self._became(node.came_up(self.now, self.wall, event.info, running, event.draining))
         self._view(node)
         here = list(self._on_node.get(event.node, ()))
+        self._other_agent(event.node, event.agent, here)
         for status in event.attempts:
             self._status(event.node, status, fresh=True)
         listed = {(status.job, status.attempt) for status in event.attempts}
@@ -204,6 +209,18 @@ class Cluster(Attempts):
             if job.adoptable and job.last_node == event.node:  # it came back without the attempt
                 job.adoptable = False
                 self._touch(job)
+
+    def _other_agent(self, node: str, agent: str, here: list[str]) -> None:
+        """Who answers for a node may be another than before: the cluster file was edited, its disk is new.
+        What the one before was given may still run there: this one does not get it under the same number."""
+        self._agents[node] = agent
+        elsewhere = [name for name in here if agent and self.jobs[name].agent not in ("", agent)]
+        for name in elsewhere:
+            self._lose(self.jobs[name], "is another agent now")
+        if elsewhere:
+            jobs = shorten(", ".join(elsewhere), 200)
+            text = f"{node} is another agent than before: {jobs} may go on training unseen where that one is"
+            self._say("warning", text, node=node)
 
     def _node_beat(self, event: NodeBeat) -> None:
         node = self.nodes.get(event.node)
@@ -285,7 +302,12 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is None or job.state in ENDED_STATES:
             return
+        if self.stop_leaves_results(job):
+            self._leave_results(job)
+            return
         if job.state in ("publishing", "placing"):
+            job.wish = "stop"  # if they do not arrive now, it ends
+            self._touch(job)
             self._say("info", f"{event.job} is done already, its files are being fetched", job=event.job)
             return
         job.wish = "stop"
@@ -314,7 +336,12 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is None:
             return
-        if job.state in ("stopped", "failed") or (job.state == "paused" and not job.node):
+        if job.state == "stopped" and job.outcome is not None and self._is_up(job.last_node):
+            job.state, job.wish, job.reason = "publishing", "run", ""  # it was trained to its end there
+            self._put_on_node(job, job.last_node, running=False)
+            self._publish(job)
+        elif job.state in ("stopped", "failed") or (job.state == "paused" and not job.node):
+            job.outcome = None
             job.state, job.wish, job.reason, job.faults, job.avoid = "waiting", "run", "", 0, ()
             self._not_before.pop(event.job, None)
             self._touch(job)
@@ -326,6 +353,9 @@ class Cluster(Attempts):
             self._out.append(Resume(node=job.node, job=event.job, attempt=job.attempt))
         elif job.state == "diverged":
             self._say("info", f"{event.job} diverged: from its checkpoint it would again", job=event.job)
+
+    def _is_up(self, node: str) -> bool:
+        return node in self.nodes and self.nodes[node].up
 
     # --- attempts
 
@@ -347,6 +377,15 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is not None and job.attempt == event.attempt and job.pulling:
             self._pull_ended(job)
+
+    def _given_up(self, event: GivenUp) -> None:
+        job = self.jobs.get(event.job)
+        if job is None or not self.is_current(event.job, event.attempt):
+            return
+        if job.node:
+            self._leave_node(job)
+        job.publish_again = False
+        self._end(job, "failed", event.reason)
 
     def _job_on(self, node: str, name: str, attempt: int) -> JobRecord | None:
         """The job, if this is its current attempt and it is on that node."""

@@ -50,6 +50,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     python: str | None = None  # interpreter on the node that has torch
     environment: dict[str, str] = {}  # for the agent and its trainers
 
+    @property
+    def address(self) -> tuple[str | int | None, ...]:
+        """What leads to the node's agent: where any of it is different, another one may answer."""
+        return (self.transport, self.host, self.user, self.port, self.proxy_jump, self.state_dir)
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeConfig, ...]
@@ -202,22 +207,50 @@ def _gpus(raw: object, where: str, faults: Faults) -> tuple[GpuConfig, ...]:
     return tuple(gpus)
 
 
+def same_agent(node: str) -> str:
+    """What is wrong with a node that reaches the agent of node `node`."""
+    return (
+        f"it is the same agent as node {node}: two nodes that reach one agent stop each other's jobs; give "
+        "each a state_dir of its own, or take one out of the cluster file"
+    )
+
+
 def _check_unique(file: TomlFile, nodes: list[dict[str, Any]], faults: Faults) -> None:
-    """One node a name; no GPU on two hosts. Nodes of one host may share a GPU: its ledger is one."""
+    """One node a name, one an agent; no GPU on two hosts. Nodes of one host may share a GPU: its ledger is
+    one."""
     names: set[str] = set()
     owners: dict[str, tuple[str, str]] = {}
+    agents: dict[tuple[Any, ...], str] = {}
     for index, values in enumerate(nodes):
         name = values.get("name", f"number {index + 1}")
         if name in names:
             where = file.where("name", "node", index)
             faults.add(where, f"a second node named {name!r}; give each its own name")
         names.add(name)
+        if (agent := _agent_of(values)) is not None and agents.setdefault(agent, name) != name:
+            key = "state_dir" if "state_dir" in values else "name"
+            where = file.where(key, "node", index)
+            faults.add(where, f"node {shorten(name, 40)}: {same_agent(agents[agent])}")
         for gpu in values.get("gpus") or ():
             host = values.get("host", "")
             owner, its_host = owners.setdefault(gpu.uuid, (name, host))
             if host != its_host:
                 where = file.where("gpus", "node", index)
                 faults.add(where, f"GPU {gpu.uuid} is already listed by node {owner!r} on another host")
+
+
+def _agent_of(values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Equal for two nodes that surely reach one agent; None: not told by what is right of the node."""
+    transport, host = values.get("transport", "ssh"), values.get("host", "").lower()
+    if "name" not in values:
+        return None
+    if transport == "local":
+        return transport, values.get("state_dir")
+    if not host:
+        return None
+    # An agent's own server is the agent, whoever logs in; over SSH another login has another home.
+    where = () if transport == "agent" else (values.get("user"), values.get("state_dir"))
+    return transport, host, values.get("port"), values.get("proxy_jump"), *where
 
 
 def _between(least: int, most: int) -> Callable[[int | None], str | None]:

@@ -1,14 +1,17 @@
 """How the coordinator gets to a node's agent: reach the machine, deploy where that is ours to do, open the
-channel. The connection to the machine lives as long as the channel."""
+channel. The connection to the machine lives as long as the channel. Who only looks at an agent uses
+`open_running`, which deploys nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from gshare.agent.node.protocol import SUBSYSTEM
 from gshare.coordinator.channel import READ_BYTES, Channel, open_channel
 from gshare.coordinator.config import NodeConfig
-from gshare.coordinator.deploy import deploy
+from gshare.coordinator.deploy import deploy, find_agent
 from gshare.coordinator.host_keys import HostKeys
+from gshare.coordinator.node_fault import NodeFault
 from gshare.coordinator.remote import Remote, reach
 
 
@@ -34,6 +37,23 @@ class OwnedChannel:
 
     def why_ended(self) -> str:
         return self._channel.why_ended()
+
+
+async def open_running(node: NodeConfig, keys: HostKeys) -> OwnedChannel:
+    """To the agent that runs on a machine behind SSH: an agent's own server is asked for its subsystem, any
+    other for `gshare agent connect`. NodeFault."""
+    remote = await reach(node, keys)
+    try:
+        try:
+            channel = await remote.open_subsystem(SUBSYSTEM)
+        except NodeFault as fault:
+            if fault.kind != "no_agent":
+                raise
+            channel = await open_channel(remote, await find_agent(remote))
+        return OwnedChannel(channel, remote)
+    except BaseException:
+        await remote.close()
+        raise
 
 
 class Connector:

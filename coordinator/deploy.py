@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -35,7 +36,7 @@ from gshare.agent.node.protocol import (
     NodeRefused,
 )
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
-from gshare.coordinator import on_node
+from gshare.coordinator import on_node, on_node_state
 from gshare.coordinator.channel import Channel, open_channel
 from gshare.coordinator.deploy_plan import (
     MACHINES,
@@ -75,8 +76,16 @@ async def deploy(remote: Remote, *, force: bool = False, say: Say = lambda text:
     return await _Deployment(remote, force, say).run()
 
 
+async def find_agent(remote: Remote) -> Deployed:
+    """The agent that runs on `remote.node`, whatever its version; installs, starts and ends nothing.
+
+    NodeFault "no_agent" when none runs there; else as `deploy`.
+    """
+    return await _Deployment(remote, False, lambda text: None).find()
+
+
 class _Deployment:
-    """One call of `deploy`."""
+    """One call of `deploy` or `find_agent`."""
 
     def __init__(self, remote: Remote, force: bool, say: Say) -> None:
         self._remote = remote
@@ -125,6 +134,15 @@ class _Deployment:
             await self._errand("clear", state_dir=look.state_dir, keep=[self._stamp])
         return self._deployed(look, command, complete.torch)
 
+    async def find(self) -> Deployed:
+        look = await self._look(want_torch=False)
+        if look.running is None:
+            raise self._fault(
+                "no_agent",
+                f"no agent runs in {look.state_dir} there; `gshare agent` starts one, and a coordinator does",
+            )
+        return self._deployed(look, self._bridge(look), "")
+
     async def _about_running(self, look: Look) -> Deployed | None:
         """The answer when the agent that runs is used as it is; None when it is to be replaced."""
         assert look.running is not None
@@ -151,7 +169,8 @@ class _Deployment:
             stamp = look.running.stamp.partition(on_node.STAMP_BORDER)[0]
             python = f"{look.state_dir}/install/{stamp}/venv/bin/python"
             return _command(Complete(python=python))
-        return (self._python, "-m", "gshare.cli.main")
+        python = look.running.python if look.running is not None else ""
+        return (python or self._python, "-m", "gshare.cli.main")
 
     def _deployed(self, look: Look, command: tuple[str, ...], torch: str, pending: str = "") -> Deployed:
         return Deployed(
@@ -303,10 +322,14 @@ def _torch_is_here() -> bool:
 
 
 def _program() -> str:
-    """The program of the errands, with its import path cleaned before anything else is imported."""
-    source = Path(on_node.__file__).read_text(encoding="utf-8")
+    """The program of the errands, its two files one after the other, with its import path cleaned before
+    anything else is imported."""
+    halves = [Path(str(half.__file__)).read_text(encoding="utf-8") for half in (on_node_state, on_node)]
     future = "from __future__ import annotations\n"
-    return source.replace(future, f"{future}\nimport sys\n\nsys.path = [p for p in sys.path if p]\n", 1)
+    source = "".join(half.replace(future, "", 1) for half in halves)
+    # What the second one imports of the first stands above it.
+    source = re.sub(r"^from gshare\.coordinator\.on_node_state import \([^)]*\)\n", "", source, flags=re.M)
+    return f"{future}\nimport sys\n\nsys.path = [p for p in sys.path if p]\n{source}"
 
 
 async def _ask(channel: Channel) -> Hello | None:

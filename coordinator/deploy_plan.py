@@ -55,6 +55,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     stamp: str = ""
+    python: str = ""  # its interpreter; "": not known
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):

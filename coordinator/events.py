@@ -60,12 +60,14 @@ class NodeDeploying(_Event, frozen=True, kw_only=True, tag="node_deploying"):
 
 
 class NodeUp(_Event, frozen=True, kw_only=True, tag="node_up"):
-    """The channel stands and the agent has answered. `attempts`: all of this owner that it knows."""
+    """The channel stands and the agent has answered. `attempts`: all of this owner that it knows; `agent`:
+    who it is, empty where that is not known."""
 
     node: str
     info: NodeInfo
     attempts: tuple[AttemptStatus, ...] = ()
     draining: bool = False
+    agent: str = ""
 
 
 class NodeBeat(_Event, frozen=True, kw_only=True, tag="node_beat"):
@@ -159,6 +161,15 @@ class BestSeen(_Event, frozen=True, kw_only=True, tag="best_seen"):
 # --- ends of actions
 
 
+class GivenUp(_Event, frozen=True, kw_only=True, tag="given_up"):
+    """The coordinator itself failed at an action of the job: a defect, or an order that nobody can carry out.
+    The job fails; its files stay where they are."""
+
+    job: str
+    attempt: int
+    reason: str
+
+
 class CheckpointPulled(_Event, frozen=True, kw_only=True, tag="checkpoint_pulled"):
     job: str
     checkpoint: CheckpointRef
@@ -219,6 +230,7 @@ ClusterEvent = (
     | AttemptGone
     | Evaluation
     | BestSeen
+    | GivenUp
     | CheckpointPulled
     | PullFailed
     | BroughtHome

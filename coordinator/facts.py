@@ -73,6 +73,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     wish: JobWish = "run"
     attempt: int = 0  # the newest number used; 0: none yet
     node: str = ""  # of the current attempt; empty: none
+    agent: str = ""  # id of the agent that has the current attempt; empty: not known
     gpu: str = ""  # UUID; empty: CPU
     budget_mb: int = 0
     last_node: str = ""  # where the current attempt was, when `node` is empty
@@ -81,7 +82,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     #: with it.
     adoptable: bool = False
     stop_sent: bool = False
-    outcome: JobOutcome | None = None  # of the attempt that is being published
+    #: Of the attempt that is being published. Of a stopped job: the node keeps results that were not placed.
+    outcome: JobOutcome | None = None
     publish_again: bool = False  # a publication failed for now and is to be tried again
     faults: int = 0  # attempts that failed by their node's fault since the last word of the user
     avoid: tuple[str, ...] = ()  # nodes that had such a fault

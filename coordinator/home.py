@@ -78,7 +78,7 @@ class Home:
         """Removes all but the blobs with the hashes `checkpoints` and the results of `unplaced` attempts.
 
         `expecting`: files are on their way, perhaps of a node that is away just now. Which ones is not known
-        here, so what came within the last hour is spared: else it would be begun anew.
+        here, so what came within the last hour is spared: else it would be begun anew. Raises `OSError`.
         """
         if self._pulling:
             return
@@ -86,7 +86,8 @@ class Home:
         wanted = {self._path(job, attempt).name for job, attempt in unplaced}
         for path in self._brought.glob("*.json"):
             if path.name not in wanted:
-                path.unlink(missing_ok=True)
+                if path.is_symlink() or not path.is_dir():  # a directory is none of ours
+                    path.unlink(missing_ok=True)
                 continue
             try:
                 keep |= {file.sha256 for file in msgspec.json.decode(path.read_bytes(), type=_Brought).files}

@@ -30,6 +30,7 @@ from gshare.agent.node.protocol import (
     NodeRefused,
 )
 from gshare.agent.service.wire import FrameReader, WireError, convert, encode
+from gshare.coordinator.heard import check_event, check_node_message
 from gshare.coordinator.tasks import end_tasks
 
 #: Requests that touch no large file are answered from memory.
@@ -237,6 +238,7 @@ class AgentLink:
                 if not data:
                     raise LinkGone("the agent hung up before its hello")
                 messages = self._frames.feed(data)
+            check_node_message(messages[0])
             answer = convert(messages[0], FromNode)
         except WireError as error:
             raise LinkGone(f"what answers is no gshare agent: {one_line(str(error))}") from None
@@ -259,6 +261,7 @@ class AgentLink:
         try:
             while data := await self._stream.read(_READ_BYTES):
                 for frame in self._frames.feed(data):
+                    check_node_message(frame)
                     self._take(convert(frame, FromNode))
         except asyncio.CancelledError:
             reason = "closed"
@@ -287,6 +290,7 @@ class AgentLink:
                 future.set_result(message)
 
     def _take_event(self, frame: NodeEventFrame) -> None:
+        check_event(frame)
         if frame.seq:
             if frame.journal_id == self._journal_id and frame.seq <= self._seq:
                 return  # told again after a reconnection

@@ -20,7 +20,7 @@ FaultKind = Literal[
     "host_key_changed",
     "auth",  # none of our keys is accepted
     "forwarding",  # a jump host forbids to go on from it
-    "config",  # ssh_config, known_hosts or an identity file is wrong
+    "config",  # ssh_config, known_hosts, an identity file or the node's state_dir is wrong
     "protocol",  # the other side does not speak SSH, or not our wire
     "no_python",
     "no_torch",

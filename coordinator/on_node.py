@@ -1,8 +1,9 @@
 """What deploy runs on a node: one program for one errand, with nothing but Python's standard library.
 
-It travels on the stdin of `PYTHON -`, its errand as the last line (`errand("…JSON…")`), so no word of the
-user's is ever part of a command line. The answer is one line on stdout after `MARK`: what a login shell
-prints before is passed over. Never imported on the node as part of gshare, which is not there yet.
+It travels on the stdin of `PYTHON -`, after `on_node_state.py`, its errand as the last line
+(`errand("…JSON…")`), so no word of the user's is ever part of a command line. The answer is one line on
+stdout after `MARK`: what a login shell prints before is passed over. Never imported on the node as part of
+gshare, which is not there yet.
 
     look      what is there: Python, machine, disk, torch, installations, a running agent
     put       a file of an installation, checked by hash and placed whole
@@ -23,22 +24,29 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from gshare.coordinator.on_node_state import (
+    Failed,
+    check_ours,
+    listener,
+    locked,
+    make_private,
+    note_try,
+    read_json,
+    write_whole,
+)
 
 MARK = "gshare-answer:"
 STAMP_VARIABLE = "GSHARE_DEPLOYED"
@@ -51,20 +59,12 @@ IMPORT_SECONDS = 180.0  # torch from a cold disk
 WORDS = 2000  # characters of a program's last words
 
 
-class Failed(Exception):
-    """An errand that cannot be done: a NodeFault's kind and text."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.text = text
-
-
 def errand(request: str) -> None:
     """Does what `request` (JSON with "op") asks and prints the answer."""
     wanted: dict[str, Any] = json.loads(request)
     os.umask(0o077)
     try:
+        check_ours(place(wanted["state_dir"]))
         answer = ERRANDS[wanted.pop("op")](**wanted)
     except Failed as failed:
         answer = {"failed": [failed.kind, failed.text]}
@@ -144,38 +144,22 @@ def import_torch(python: list[str]) -> tuple[str, str]:
 
 
 def running(state: Path) -> dict[str, Any] | None:
-    """The agent that answers at the socket: its pid, and the stamp it was started with ("": by hand)."""
-    with connected(state) as sock:
-        if sock is None:
-            return None
-        # Who called listen(): SO_PEERCRED is pid, uid, gid (unix(7)).
-        pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    """The agent that answers at the socket: its pid, the stamp it was started with ("": by hand), and the
+    interpreter that runs it ("": not known)."""
+    pid = listener(state)
+    if pid is None:
+        return None
     stamp = ""
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(f"{STAMP_VARIABLE}=".encode()):
                 stamp = entry.partition(b"=")[2].decode(errors="replace")
-    return {"pid": pid, "stamp": stamp}
-
-
-@contextlib.contextmanager
-def connected(state: Path) -> Iterator[socket.socket | None]:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(5)
-        try:
-            directory = os.open(state, os.O_PATH | os.O_DIRECTORY)
-        except OSError:
-            yield None
-            return
-        try:
-            # Through the descriptor: a socket's path may have 107 bytes only.
-            sock.connect(f"/proc/self/fd/{directory}/socket")
-        except OSError:
-            yield None
-            return
-        finally:
-            os.close(directory)
-        yield sock
+    python = ""
+    with contextlib.suppress(OSError):
+        # As it was called: in a virtual environment the link there, not what it leads to.
+        first = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+        python = first if first.startswith("/") else ""
+    return {"pid": pid, "stamp": stamp, "python": python}
 
 
 def has_systemd(state: Path) -> bool:
@@ -436,53 +420,6 @@ def words_of(done: subprocess.CompletedProcess[str]) -> str:
 def last_words(text: str) -> str:
     """The last three lines that say something, as one."""
     return " / ".join([line.strip() for line in text.splitlines() if line.strip()][-3:])[-WORDS:]
-
-
-@contextlib.contextmanager
-def locked(state: Path) -> Iterator[None]:
-    """One errand that changes something at a time, of however many coordinators."""
-    folder = state / "install"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def make_private(state: Path) -> None:
-    state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o700)
-
-
-def note_try(state: Path, stamp: str, fault: str, *, begun: bool = False) -> None:
-    """When `stamp` was tried and what came of it; `begun`: one that nobody ends was cut off, and counted."""
-    path = state / "install" / "tries.json"
-    tries = read_json(path)
-    cut = tries.get(stamp, {}).get("interrupted", 0) + 1 if begun else 0
-    tries[stamp] = {"time": time.time(), "fault": fault, "interrupted": cut}
-    newest = sorted(tries, key=lambda name: tries[name].get("time", 0), reverse=True)[:16]
-    write_whole(path, json.dumps({name: tries[name] for name in newest}).encode())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} when there is none that can be read (it is then made again)."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """All or nothing: a temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 ERRANDS = {"look": look, "put": put, "install": install, "start": start, "stop": stop, "clear": clear}

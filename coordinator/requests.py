@@ -12,12 +12,21 @@ from typing import Protocol, TypeVar
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import nearest, plain, shorten
-from gshare.agent.node.protocol import MAX_LOG_BYTES, LogText, ReadLog, ReadSamples, Samples
+from gshare.agent.node.protocol import (
+    MAX_LOG_BYTES,
+    EndLeases,
+    LeasesEnded,
+    LogText,
+    ReadLog,
+    ReadSamples,
+    Samples,
+)
 from gshare.coordinator import events
 from gshare.coordinator.api import EventRing
 from gshare.coordinator.api_protocol import (
     ApiReply,
     ApiRequest,
+    EndNodeLeases,
     Fetched,
     FetchJob,
     JobEvaluations,
@@ -29,6 +38,7 @@ from gshare.coordinator.api_protocol import (
     Leaderboard,
     ListClusterJobs,
     ListNodes,
+    NodeLeasesEnded,
     NodeRow,
     NodeRows,
     PauseClusterJobs,
@@ -57,6 +67,8 @@ from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read
 from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
+from gshare.coordinator.submission_rules import check_submission, directory_fault
+from gshare.coordinator.transfers import results_stay
 
 #: Of one answer: 14 bytes each on the wire, far below a frame.
 MAX_EVALUATIONS = 500_000
@@ -100,6 +112,8 @@ class Requests:
             return await self._log(request)
         if isinstance(request, ReadNodeLog):
             return await self._node_log(request)
+        if isinstance(request, EndNodeLeases):
+            return await self._end_leases(request)
         if isinstance(request, ReadEvaluations):
             return self._evaluations(request)
         if isinstance(request, ReadJobSamples):
@@ -110,11 +124,8 @@ class Requests:
         return Reloaded(reply_to=request.id, nodes=self._it.reload())
 
     def _submit(self, request: SubmitToCluster) -> Submitted:
-        if not request.jobs:
-            raise UsageError("a submission without a job")
+        check_submission(request)
         facts = [facts_of(order, request.submission) for order in orders_of(request)]
-        if len({fact.name for fact in facts}) < len(facts):
-            raise UsageError("two jobs of one name in a submission")
         taken = self._outputs()
         for fact, job in zip(facts, request.jobs, strict=True):
             fault = self._it.cluster.submit_fault(fact)
@@ -222,28 +233,38 @@ class Requests:
     # --- commands
 
     def _command(self, request: StopClusterJobs | PauseClusterJobs | ResumeClusterJobs) -> JobsDone:
-        for name in request.jobs:
-            self._job(name)  # all of them, before anything is done
+        """One transaction, however many: all of them or, when the coordinator is killed meanwhile, none."""
+        jobs = {name: self._job(name) for name in request.jobs}  # all of them, before anything is done
         failed: dict[str, str] = {}
-        for name in request.jobs:
-            job = self._job(name)
+        told: dict[str, str] = {}
+        wanted: list[events.ClusterEvent] = []
+        for name, job in jobs.items():
             if isinstance(request, StopClusterJobs):
                 if job.state in ENDED_STATES:
                     failed[name] = f"job {name} has ended: {job.state}"
                 elif job.state in ("publishing", "placing"):
-                    failed[name] = f"job {name} is done, its results are being brought home"
+                    if self._it.cluster.stop_leaves_results(job):
+                        told[name] = f"ended; {results_stay(job)}"
+                    else:
+                        failed[name] = (
+                            f"job {name} is done, its results are being brought home; "
+                            "stop it once more to end it without them"
+                        )
+                    wanted.append(events.StopJob(job=name))
                 else:
-                    self._it.feed(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name))
             elif isinstance(request, PauseClusterJobs):
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
                 else:
-                    self._it.feed(events.PauseJob(job=name))
+                    wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
             else:
-                self._it.feed(events.ResumeJob(job=name))
-        return JobsDone(reply_to=request.id, failed=failed)
+                wanted.append(events.ResumeJob(job=name))
+        if wanted:
+            self._it.feed(*wanted)
+        return JobsDone(reply_to=request.id, failed=failed, told=told)
 
     def _job(self, name: str) -> JobRecord:
         job = self._it.cluster.jobs.get(name)
@@ -284,16 +305,29 @@ class Requests:
 
     async def _node_log(self, request: ReadNodeLog) -> JobLog:
         node = request.node
+        link = self._link_to(node)
+        size = max(1, min(request.max_bytes, MAX_LOG_BYTES))
+        text = await _asked(f"node {node}", link.ask(LogText, ReadLog, max_bytes=size))
+        return JobLog(reply_to=request.id, node=node, text=text.text)
+
+    async def _end_leases(self, request: EndNodeLeases) -> NodeLeasesEnded:
+        link = self._link_to(request.node)
+        asked = link.ask(LeasesEnded, EndLeases, reservations=request.reservations)
+        ended = await _asked(f"node {request.node}", asked)
+        return NodeLeasesEnded(reply_to=request.id, failed=ended.failed)
+
+    def _link_to(self, node: str) -> AgentLink:
+        """UsageError: there is none of that name. RetryLater: it is away."""
         session = self._it.sessions.get(node)
         if session is None:
             raise UsageError(f"no node named {shorten(node)} in this cluster")
         if session.link is None:
             raise RetryLater(f"node {node} is away; try again when it is back")
-        size = max(1, min(request.max_bytes, MAX_LOG_BYTES))
-        text = await _asked(f"node {node}", session.link.ask(LogText, ReadLog, max_bytes=size))
-        return JobLog(reply_to=request.id, node=node, text=text.text)
+        return session.link
 
     def _evaluations(self, request: ReadEvaluations) -> JobEvaluations:
+        if request.newest < 0:
+            raise UsageError(f"newest: must be 0 or more, not {request.newest}")
         names = [self._job(name).facts.name for name in request.jobs] or list(self._it.cluster.jobs)
         found: dict[str, list[tuple[int, float]]] = {}
         left = MAX_EVALUATIONS
@@ -325,9 +359,9 @@ class Requests:
     async def _fetch(self, request: FetchJob) -> Fetched:
         """From the node; a checkpoint that is at home already, from there when the node is away."""
         job = self._job(request.job)
+        if fault := directory_fault(request.directory):
+            raise UsageError(fault)
         directory = Path(request.directory)
-        if not directory.is_absolute():
-            raise UsageError(f"{shorten(request.directory)} must be an absolute path")
         if directory.exists() and any(directory.iterdir()):
             raise UsageError(f"{directory} is not empty; choose a new directory")
         home = self._it.home

@@ -20,9 +20,11 @@ from pathlib import Path
 from gshare.agent.errors import GshareError
 from gshare.agent.service.output_dir import LOCK_FILE
 from gshare.agent.service.registry import take_lock
+from gshare.agent.train.files import temporary_name
 from gshare.coordinator.blobs import Damaged, DiskFull, check_room, hash_file
 
 _COPY_BYTES = 1 << 20
+_BLOCK_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,14 +52,15 @@ def place_results(output_dir: Path, results: Sequence[Result], *, mark: str) -> 
 
     Raises `DiskFull`, `OutputTaken`, `Damaged` (a source without its hash); all may be tried again.
     """
-    staged = output_dir.parent / _stage_name(output_dir, mark)
+    tag = hashlib.sha256(os.fsencode(f"{mark}/{output_dir.name}")).hexdigest()[:16]
+    staged = temporary_name(output_dir, tag)
     try:
         if _stands(output_dir, results):
             shutil.rmtree(staged, ignore_errors=True)
             return
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staged, ignore_errors=True)  # of a call that was killed
-        check_room(output_dir.parent, sum(result.size for result in results))
+        check_room(output_dir.parent, _room_for(results), reserve=0)
         _stage(staged, results)
         if not output_dir.exists() or not os.listdir(output_dir):
             os.rename(staged, output_dir)
@@ -77,9 +80,10 @@ def place_results(output_dir: Path, results: Sequence[Result], *, mark: str) -> 
         raise
 
 
-def _stage_name(output_dir: Path, mark: str) -> str:
-    """A name that `agent/train/files.py: remove_leftovers` knows, the same for the same mark."""
-    return f".gshare-tmp-{output_dir.name}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+def _room_for(results: Sequence[Result]) -> int:
+    """Bytes that they take on a disk: in whole blocks, with folders and names, and a sixteenth more."""
+    blocks = sum(-(-result.size // _BLOCK_BYTES) for result in results) + 2 * len(results)
+    return (blocks + blocks // 16) * _BLOCK_BYTES
 
 
 def _stands(output_dir: Path, results: Sequence[Result]) -> bool:

@@ -1,7 +1,7 @@
 """The coordinator: owns the store and the cluster machine, feeds the one with events, carries out what comes.
 
-    sessions ──events──►  feed: Cluster.handle, one transaction  ──►  Executor ──► nodes, home
-    API      ──events──►                                         ──►  followers of the API
+    sessions ──Hearing──►  feed: Cluster.handle, one transaction  ──►  Executor ──► nodes, home
+    API      ──events───►                                         ──►  Announcer ──► followers of the API
 
 One asyncio loop does everything, so an event is handled and committed before the next one is looked at. When
 the store cannot be written (its disk is full) the coordinator ends with a message: jobs run on, and the next
@@ -15,25 +15,17 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 from gshare.agent.errors import GshareError, RetryLater
-from gshare.agent.jobs.events import ENDED, CheckpointSaved, Evaluated, JobChanged, Stepped
+from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.node.protocol import (
-    AttemptEvent,
     Attempts,
     AttemptsDone,
-    AttemptStatus,
     BundleFiles,
     ListAttempts,
-    NodeEventFrame,
-    NodeHello,
-    NodeInfo,
-    NodeMessage,
     PinBundle,
     ReleaseBundle,
     StopAttempts,
@@ -41,26 +33,23 @@ from gshare.agent.node.protocol import (
 from gshare.agent.service.wire import encode
 from gshare.coordinator import events
 from gshare.coordinator.actions import CheckBest, ClusterAction, Ended, Say
+from gshare.coordinator.announcing import Announcer, Tell
 from gshare.coordinator.api import ApiServer, EventRing
 from gshare.coordinator.api_client import SOCKET
 from gshare.coordinator.api_protocol import (
     API_PROTOCOL_VERSION,
     ApiRefused,
     ApiWelcome,
-    ClusterMessage,
     DialIn,
-    JobEnded,
-    JobEvent,
-    JobMoved,
-    NodeChanged,
 )
 from gshare.coordinator.carry_out import Executor
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.config import ClusterConfig, NodeConfig, load_cluster
 from gshare.coordinator.expecting import Expecting
-from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobRecord
+from gshare.coordinator.facts import PLACED_STATES
+from gshare.coordinator.hearing import Hearing
 from gshare.coordinator.home import Home
-from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair, one_line
+from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused, StreamPair
 from gshare.coordinator.requests import Requests
 from gshare.coordinator.session import HEARTBEAT_SECONDS, Connect, NodeSession
 from gshare.coordinator.store import Cursor, Store
@@ -73,9 +62,6 @@ LEAVE_SECONDS = 10.0
 HOUSEKEEPING_SECONDS = 10.0
 #: Nodes that are in no cluster file may dial in; so many of them.
 MAX_DIALLED_NODES = 1000
-
-Level = Literal["info", "warning", "error"]
-Tell = Callable[[Level, str], None]
 
 
 class TooFewWorkers(RetryLater):
@@ -102,10 +88,7 @@ class Coordinator:
         self.cluster = cluster or Cluster(store.jobs())
         self.home = Home(store.state_dir)
         self.sessions: dict[str, NodeSession] = {}
-        self.heard: dict[str, float] = {}  # node → monotonic s
-        self.losses: dict[str, tuple[int, float]] = {}  # job → its last step and loss, by its samples
         self._connect = connect
-        self._tell = tell
         self._tick_seconds = tick_seconds
         self._heartbeat = heartbeat_seconds
         self._session = secrets.token_hex(8)
@@ -118,6 +101,10 @@ class Coordinator:
             dialled=self._dialled,
             ring=self.ring,
         )
+        self._announcer = Announcer(tell, self._api, self.cluster.jobs)
+        self.say = self._announcer.say
+        self._hearing = Hearing(store, self.cluster, self.feed, self._announcer, self._api, self.sessions)
+        self.heard, self.losses = self._hearing.heard, self._hearing.losses
         self._executor = Executor(
             owner=store.owner,
             home=self.home,
@@ -133,14 +120,7 @@ class Coordinator:
         )
         self._taken = 0  # the last row of the outbox that the executor has
         self._running: dict[str, asyncio.Task[None]] = {}  # sessions
-        self._cursors: dict[str, Cursor] = {}
-        self._moved: set[str] = set()  # nodes whose cursor is not written yet
-        self._states: dict[str, str] = {}
-        self._moved_jobs = {  # what was told last of each job: state, node, attempt
-            name: (job.state, job.node, job.attempt) for name, job in self.cluster.jobs.items()
-        }
-        #: What each node said last of its attempts: what is the same is not handled (and written) again.
-        self._listed: dict[str, dict[tuple[str, int], AttemptStatus]] = {}
+        self._untidy = ""  # what was told last of why something could not be removed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
 
@@ -177,7 +157,7 @@ class Coordinator:
         await self._executor.close()
         await self._api.close()
         with contextlib.suppress(GshareError):
-            self._write_cursors()
+            self._hearing.write_cursors()
 
     def _fail(self, error: BaseException) -> None:
         """Ends `run` with that error."""
@@ -193,7 +173,7 @@ class Coordinator:
             self._look_for_workers(now)
             if now - kept >= HOUSEKEEPING_SECONDS:
                 kept = now
-                self._write_cursors()
+                self._hearing.write_cursors()
                 self._collect()
 
     def _look_for_workers(self, now: float) -> None:
@@ -236,11 +216,11 @@ class Coordinator:
             self._fail(error)  # memory is ahead of the disk now: nothing may be done any more
             raise
         for job in changed:
-            self._announce_job(job)
+            self._announcer.job(job)
         for action in actions:
             self._announce(action)
         if any(isinstance(one, _CHANGES_NODES) for one in happened):
-            self._announce_nodes()
+            self._announcer.nodes(self.cluster.nodes)
         if actions or isinstance(event, events.Started):  # at the start: what an earlier process left
             self._take_rows()
 
@@ -250,51 +230,19 @@ class Coordinator:
             self._taken = rows[-1].id
             self._executor.take(rows)
 
-    def say(self, level: Level, text: str, job: str = "") -> None:
-        """A line for people: here, and for all who follow."""
-        self._tell(level, text)
-        self._api.publish(ClusterMessage(level=level, text=text, job=job))
-
     def _announce(self, action: ClusterAction) -> None:
         if isinstance(action, Say):
             self.say(action.level, action.text, action.job)
         elif isinstance(action, Ended):
-            why = f": {action.reason}" if action.reason else ""
-            self._tell("info", f"{action.job}: {action.state}{why}")
-            self._api.publish(JobEnded(job=action.job, state=action.state, reason=action.reason))
+            self._announcer.ended(action)
         elif isinstance(action, CheckBest):
             self._spawn(self._check_best(action))
 
-    def _announce_job(self, job: JobRecord) -> None:
-        name = job.facts.name
-        now = (job.state, job.node, job.attempt)
-        if self._moved_jobs.get(name) == now:
-            return
-        self._moved_jobs[name] = now
-        if job.state not in ENDED_STATES:  # of an end there is `JobEnded`
-            self._api.publish(
-                JobMoved(
-                    job=name,
-                    state=job.state,
-                    node=job.node,
-                    attempt=job.attempt,
-                    step=job.step,
-                    total_steps=job.total_steps,
-                    position=job.position,
-                    reason=job.reason,
-                )
-            )
-
-    def _announce_nodes(self) -> None:
-        for name, node in self.cluster.nodes.items():
-            if self._states.get(name) != node.state:
-                self._states[name] = node.state
-                self._api.publish(NodeChanged(node=name, state=node.state, reason=node.reason))
-
-    def _spawn(self, work) -> None:
+    def _spawn(self, work) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _check_best(self, action: CheckBest) -> None:
         session = self.sessions.get(action.node)
@@ -314,11 +262,6 @@ class Coordinator:
                 )
             )
 
-    def _write_cursors(self) -> None:
-        for node in sorted(self._moved):
-            self.store.commit(cursor=self._cursors[node])
-        self._moved.clear()
-
     def _collect(self) -> None:
         checkpoints: set[str] = set()
         unplaced: list[tuple[str, int]] = []
@@ -330,7 +273,13 @@ class Coordinator:
                 unplaced.append((name, job.attempt))
             if job.checkpoint is not None and job.state not in ("completed", "diverged"):
                 checkpoints |= {sha256 for _, sha256, _ in job.checkpoint.files}
-        self.home.collect(checkpoints, unplaced, expecting=expecting)
+        try:
+            self.home.collect(checkpoints, unplaced, expecting=expecting)
+        except OSError as error:  # room is lost, nothing else: no reason to end
+            if str(error) != self._untidy:
+                self._untidy = str(error)
+                where = error.filename or self.store.state_dir
+                self.say("warning", f"what nobody needs stays: {where}: {error.strerror}; see to it there")
 
     # --- nodes
 
@@ -345,19 +294,32 @@ class Coordinator:
         for name in [node.name for node in self.config.nodes if node.name not in wanted]:
             self._remove_node(name)
         changed = [node for node in config.nodes if self.node_config(node.name) != node]
-        self.config = config
+        before, self.config = self.config, config
         for node in changed:
+            old = before.node(node.name)
+            if old is not None and old.address != node.address:
+                leaving = self._remove_node(node.name, "is elsewhere in the cluster file now")
+                self._add_node(node)
+                self._spawn(self._run_after(leaving, node.name))
+                continue
             if node.name in self.sessions:
                 self._stop_session(node.name)
             self._add_node(node)
             self._run_session(node.name)
         return sorted(wanted)
 
+    async def _run_after(self, leaving: asyncio.Task[None], name: str) -> None:
+        """The node's new session, once the one before has told its agent what to stop."""
+        session = self.sessions[name]
+        await asyncio.wait({leaving})
+        if self.sessions.get(name) is session and name not in self._running:
+            self._run_session(name)
+
     def _add_node(self, node: NodeConfig, connect: Connect | None = None, *, dials: bool = False) -> None:
         self.sessions[node.name] = NodeSession(
             node,
             None if dials else connect or self._connect,
-            self,
+            self._hearing,
             owner=self.store.owner,
             session=self._session,
             heartbeat_seconds=self._heartbeat,
@@ -378,27 +340,26 @@ class Coordinator:
         if task is not None:
             task.cancel()
 
-    def _remove_node(self, name: str) -> None:
+    def _remove_node(self, name: str, why: str = "was taken out of the cluster file") -> asyncio.Task[None]:
         """Its jobs go elsewhere at once; the connection ends when the node was told to stop its attempts."""
         session, running = self.sessions.pop(name), self._running.pop(name, None)
-        self._states.pop(name, None)
+        self._announcer.forget_node(name)
         here = {
             (job.facts.name, job.attempt)
             for job in self.cluster.jobs.values()
             if job.node == name and job.state in PLACED_STATES
         }
         self.feed(events.NodeRemoved(node=name))
-        self._spawn(self._leave_node(name, session.link, running, here))
+        return self._spawn(self._leave_node(f"node {name} {why}", session.link, running, here))
 
     async def _leave_node(
         self,
-        name: str,
+        reason: str,
         link: AgentLink | None,
         running: asyncio.Task[None] | None,
         here: set[tuple[str, int]],
     ) -> None:
         """`here`: what should run there; what else the node says that it runs for us is stopped with it."""
-        reason = f"node {name} was taken out of the cluster file"
         problem = "it is away"
         try:
             if link is not None:
@@ -421,7 +382,7 @@ class Coordinator:
             self.say(
                 "warning",
                 f"{reason}, but could not be told to stop its jobs ({problem}): {shorten(jobs, 200)} may go "
-                "on training there; put it back into the file until it is connected, or stop them on it",
+                "on training there; put it back as it was until it is connected, or stop them on it",
             )
 
     async def _dialled(self, hello: DialIn, stream: StreamPair) -> None:
@@ -446,73 +407,6 @@ class Coordinator:
             cluster=self.config.source,
             journal_id=self._session,
         )
-
-    # --- what sessions tell (`session.Hooks`)
-
-    def deploying(self, node: str, text: str) -> None:
-        self._tell("info", f"{node}: {text}")
-        self.feed(events.NodeDeploying(node=node, text=text))
-
-    def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None:
-        self.heard[node] = time.monotonic()
-        mine = tuple(status for status in attempts if status.owner == self.store.owner)
-        self._listed[node] = {(status.job, status.attempt): status for status in mine}
-        self.feed(events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining))
-
-    def beat(self, node: str, info: NodeInfo) -> None:
-        self.heard[node] = time.monotonic()
-        self.feed(events.NodeBeat(node=node, info=info))
-
-    def listed(self, node: str, attempts: list[AttemptStatus]) -> None:
-        before = self._listed.get(node, {})
-        mine = {(s.job, s.attempt): s for s in attempts if s.owner == self.store.owner}
-        self._listed[node] = mine
-        for key, status in mine.items():
-            if status != before.get(key):
-                self.feed(events.AttemptChanged(node=node, status=status))
-
-    def down(self, node: str, reason: str) -> None:
-        self.feed(events.NodeDown(node=node, reason=reason))
-
-    def cursor(self, node: str) -> tuple[str, int]:
-        found = self._cursors.get(node) or self.store.cursor(node)
-        return found.journal_id, found.seq
-
-    def event(self, node: str, frame: NodeEventFrame) -> bool:
-        self.heard[node] = time.monotonic()
-        cursor = None
-        if frame.seq:
-            cursor = self._cursors[node] = Cursor(node, frame.journal_id, frame.seq)
-            self._moved.add(node)
-        told = frame.event
-        if isinstance(told, NodeMessage):
-            self.say(told.level, f"{node}: {one_line(told.text)}")
-            return False
-        if told.owner != self.store.owner or not self._is_current(node, told):
-            return isinstance(told.event, JobChanged)
-        job, inner = told.event.job, told.event
-        if isinstance(inner, Stepped):
-            self.losses[job] = (inner.step, inner.loss)
-        elif isinstance(inner, Evaluated):
-            evaluation = events.Evaluation(
-                node=node,
-                job=job,
-                attempt=told.attempt,
-                step=inner.step,
-                val_loss=inner.val_loss,
-                label_tokens=inner.label_tokens,
-                best=inner.best,
-                time=told.time,
-            )
-            self.feed(evaluation, cursor=cursor, evaluation=evaluation)
-            self._moved.discard(node)
-        shown = JobEvent(node=node, attempt=told.attempt, event=inner)
-        self._api.publish(shown, sample=isinstance(inner, Stepped))
-        return isinstance(inner, JobChanged | CheckpointSaved)
-
-    def _is_current(self, node: str, told: AttemptEvent) -> bool:
-        job = self.cluster.jobs.get(told.event.job)
-        return job is not None and job.attempt == told.attempt and job.node in ("", node)
 
 
 _CHANGES_NODES = (

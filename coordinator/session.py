@@ -39,6 +39,10 @@ class Hooks(Protocol):
     """What a session tells. Called in the coordinator's loop; what one raises ends the connection."""
 
     def deploying(self, node: str, text: str) -> None: ...
+    def greeted(self, node: str, hello: NodeHello) -> None:
+        """Before anything is asked of it. What it raises ends the connection with that reason."""
+        ...
+
     def up(self, node: str, hello: NodeHello, info: NodeInfo, attempts: list[AttemptStatus]) -> None: ...
     def beat(self, node: str, info: NodeInfo) -> None: ...
     def listed(self, node: str, attempts: list[AttemptStatus]) -> None: ...
@@ -70,6 +74,7 @@ class NodeSession:
     ) -> None:
         """`connect` None: the node dials in, see `dialled`."""
         self.node = node
+        self._models = sorted(node.models.values())
         self.hello: NodeHello | None = None
         self._connect = connect
         self._hooks = hooks
@@ -163,10 +168,11 @@ class NodeSession:
             stream, client="coordinator", owner=self._owner, session=self._session, on_event=on_event
         )
         self._link, self.hello = link, link.hello
+        hooks.greeted(name, link.hello)
         # Followed before the list: of what happens in between an event comes, and the list is read again.
         journal_id, seq = hooks.cursor(name)
         following = await link.follow(journal_id, seq)
-        info = await link.ask(NodeInfo, DescribeNode)
+        info = await link.ask(NodeInfo, DescribeNode, models=self._models)
         attempts = (await link.ask(Attempts, ListAttempts)).attempts
         if following.gap:
             self._dirty.set()
@@ -187,7 +193,8 @@ class NodeSession:
     async def _beat(self, link: AgentLink) -> None:
         while True:
             await asyncio.sleep(self._heartbeat)
-            self._hooks.beat(self.node.name, await link.ask(NodeInfo, DescribeNode, timeout=BEAT_SECONDS))
+            info = await link.ask(NodeInfo, DescribeNode, timeout=BEAT_SECONDS, models=self._models)
+            self._hooks.beat(self.node.name, info)
 
     async def _look(self, link: AgentLink) -> None:
         while True:

@@ -58,6 +58,7 @@ class Transfers:
         self.jobs: dict[str, JobRecord] = {job.facts.name: job for job in jobs}
         self._placement = Placement()
         self._on_node: dict[str, dict[str, None]] = {}  # jobs with an attempt there that is not at home yet
+        self._agents: dict[str, str] = {}  # node → id of the agent that answered there last
         self._pulls: dict[str, dict[str, None]] = {}  # jobs whose checkpoint is being pulled from there
         self._adoptable: dict[str, dict[str, None]] = {}  # by lost node, some others among them
         self._timers: list[tuple[float, int, Literal["queue", "publish"], str, int]] = []
@@ -218,7 +219,10 @@ class Transfers:
             return
         if job.state not in ("publishing", "placing"):
             return
-        if event.retry or job.state == "placing":
+        if (event.retry or job.state == "placing") and job.wish == "stop":
+            job.reason = event.reason
+            self._leave_results(job)
+        elif event.retry or job.state == "placing":
             told = _without_numbers(job.reason) == _without_numbers(event.reason)
             job.publish_again, job.reason = True, event.reason
             self._timer(self.limits.publish_delay_s, "publish", job)
@@ -231,6 +235,19 @@ class Transfers:
             self._end(job, "diverged", event.reason)
         else:
             self._fault(job, event.reason)
+
+    def stop_leaves_results(self, job: JobRecord) -> bool:
+        """Whether a stop ends a job that is done while its results are on their way home: not at the first
+        word, when they may be there in a moment; but where a try has failed, or when it was said before."""
+        return job.state in ("publishing", "placing") and (job.publish_again or job.wish == "stop")
+
+    def _leave_results(self, job: JobRecord) -> None:
+        """Ends it without them. They stay on the node: the `outcome` of a stopped job keeps them there."""
+        if job.node:
+            self._leave_node(job)
+        why = f" ({job.reason})" if job.reason else ""
+        job.publish_again = False
+        self._end(job, "stopped", f"stopped by its user; {results_stay(job)}{why}")
 
     def _published(self, name: str, attempt: int) -> None:
         job = self.jobs.get(name)
@@ -245,6 +262,12 @@ class Transfers:
     def _fault(self, job: JobRecord, reason: str) -> None:
         """The current attempt came to nothing by its node's fault."""
         raise NotImplementedError
+
+
+def results_stay(job: JobRecord) -> str:
+    """For people: where the results of a job are that was stopped before they were placed."""
+    where = f"on node {job.node or job.last_node}"
+    return f"its results stay {where}, `gshare jobs fetch {job.facts.name} DIR` brings them from there"
 
 
 def _without_numbers(reason: str) -> str:

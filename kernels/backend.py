@@ -16,9 +16,6 @@ from typing import Any, Protocol
 import torch
 from gshare.kernels.layout import Group, Heads, Layout, LoraPlan, Rotation
 
-#: Version of NUMERICS.md that this code keeps.
-NUMERICS = 2
-
 
 class Backend(Protocol):
     """The ops of a training step."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 import triton
-from gshare.kernels.backend import NUMERICS
+from gshare.kernels.numerics import NUMERICS
 
 log = logging.getLogger(__name__)
 

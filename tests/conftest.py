@@ -41,6 +41,7 @@ def _set_environment() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are decorated when their module is loaded
     os.environ.update(
         OMP_NUM_THREADS="2",
+        OMP_WAIT_POLICY="PASSIVE",  # threads that spin between two operators take the cores of another test
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
         GSHARE_LEDGER_DIR=str(_home / "ledger"),
@@ -53,6 +54,16 @@ def _set_environment() -> None:
 
 _set_environment()
 undo_ignoring()
+
+#: Longer values, and bytes, make ids that nobody reads; some are drawn anew by every process (keys, clocks),
+#: and processes that share the tests (pytest-xdist) must name them alike.
+LONGEST_ID = 40
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The argument's name, which pytest numbers; None: as usual."""
+    drawn = isinstance(val, bytes) or (isinstance(val, str) and len(val) > LONGEST_ID)
+    return argname if drawn else None
 
 
 def _imports(source: str) -> set[str]:

@@ -126,7 +126,8 @@ def test_a_gpu_on_two_hosts_is_a_fault_and_two_nodes_of_one_host_may_share_it(tm
     assert faults(tmp_path, block.format("a", "h") + block.format("b", "other")) == [
         "cluster.toml:8: GPU GPU-1 is already listed by node 'a' on another host"
     ]
-    assert len(load(tmp_path, block.format("a", "h") + block.format("b", "h")).nodes) == 2
+    own = "state_dir = 'of-its-own'\n"
+    assert len(load(tmp_path, block.format("a", "h") + block.format("b", "h") + own).nodes) == 2
 
 
 def test_default_path_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_of_straw import LIMITS, Straw, agents_of_straw, submission
+from cluster_of_straw import LIMITS, Straw, adapter, is_ended, run, started, submission
 from fake_agent import weights
 from gshare.agent.errors import EXIT_RETRY, GshareError, RetryLater, UsageError
 from gshare.agent.node import protocol as p
@@ -46,39 +46,6 @@ from gshare.coordinator.service import TooFewWorkers
 from gshare.coordinator.store import Store
 
 Test = Callable[[Straw], Awaitable[None]]
-
-
-def run(tmp_path: Path, test: Test, *names: str, **fields: Any) -> None:
-    async def main() -> None:
-        async with agents_of_straw(tmp_path, *names, **fields) as it:
-            await asyncio.wait_for(test(it), 60)
-
-    asyncio.run(main())
-
-
-def is_ended(it: Straw, *names: str) -> bool:
-    return all(it.job(name).state in ("completed", "stopped", "failed", "diverged") for name in names)
-
-
-def adapter(tmp_path: Path, name: str) -> bytes:
-    return (tmp_path / "out" / name / "adapter_model.safetensors").read_bytes()
-
-
-async def started(it: Straw, name: str, steps: int = 0) -> Any:
-    """The attempt of a job, after so many steps."""
-
-    def there() -> bool:
-        job = it.job(name)
-        return (
-            any(key[1:] == (name, job.attempt) for key in it.agents[job.node].attempts) if job.node else False
-        )
-
-    await it.until(there)
-    agent = it.agents[it.job(name).node]
-    attempt = agent.running(name)
-    for _ in range(steps):
-        agent.advance(attempt)
-    return agent, attempt
 
 
 # --- nodes that go away

@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 from gshare.agent.node.protocol import NODE_PROTOCOL_VERSION
+from gshare.agent.service.peer import peer_of
 from gshare.coordinator import deploy as deploy_module
-from gshare.coordinator import on_node
+from gshare.coordinator import on_node, on_node_state
 from gshare.coordinator.channel import open_channel
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.deploy import EXTRA_VARIABLE, deploy
@@ -52,11 +53,17 @@ def local(tmp_path: Path) -> Iterator[Callable[..., NodeConfig]]:
         end_agent(state)
 
 
+def listener(state: Path) -> int | None:
+    """Whoever listens there, as root sees it for another user too."""
+    with on_node_state.connected(state) as sock:
+        return None if sock is None else peer_of(sock).pid
+
+
 def end_agent(state: Path) -> None:
-    found = on_node.running(state)
-    if found is not None:
+    pid = listener(state)
+    if pid is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(found["pid"])
+            process = psutil.Process(pid)
             process.kill()
             process.wait(10)
 
@@ -109,7 +116,11 @@ def test_the_own_interpreter_is_used_and_a_second_deploy_does_nothing(
     assert environment["GSHARE_TEST_MARK"] == node.environment["GSHARE_TEST_MARK"]
     second = run(node)
     assert second.done == ()
-    assert on_node.running(Path(first.state_dir)) == {"pid": pid, "stamp": environment["GSHARE_DEPLOYED"]}
+    assert on_node.running(Path(first.state_dir)) == {
+        "pid": pid,
+        "stamp": environment["GSHARE_DEPLOYED"],
+        "python": sys.executable,
+    }
     end_agent(Path(first.state_dir))
     assert run(node).done == ("started the agent",)  # the control: it does see when there is none
 
@@ -461,7 +472,7 @@ def check_deploy_over_ssh(sshd: Sshd, home: Path, tmp_path: Path, python: str) -
     assert found.attempts == 0
     # Idempotent: the same agent, and nothing in the node's files has changed.
     install = Path(state) / "install"
-    pid = on_node.running(Path(state))["pid"]  # pyright: ignore[reportOptionalSubscript]
+    pid = listener(Path(state))
     before = {str(path): path.stat().st_mtime_ns for path in install.rglob("*")}
     assert run(node, keys).done == ()
     assert {str(path): path.stat().st_mtime_ns for path in install.rglob("*")} == before
@@ -476,7 +487,7 @@ def check_deploy_over_ssh(sshd: Sshd, home: Path, tmp_path: Path, python: str) -
     assert (Path(state).stat().st_mode & 0o777) == 0o700
     process.terminate()
     deadline = time.monotonic() + 60
-    while on_node.running(Path(state)) and time.monotonic() < deadline:
+    while listener(Path(state)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert hello(node, first, keys) is None  # the bridge finds no agent, and ends
     assert run(node, keys).done == ("started the agent",)

@@ -24,7 +24,8 @@ from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine
 from gshare.agent.train.device_pass import NOBODY, PassBuffers
-from gshare.agent.train.engine import Engine, Part, Row
+from gshare.agent.train.engine import Engine
+from gshare.agent.train.part import Part, Row
 from gshare.kernels.reference_backend import ReferenceBackend
 from gshare.kernels.triton_backend import TritonBackend
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.train.engine import Part, Row
+from gshare.agent.train.part import Part, Row
 from toy import BASE_DTYPE, random_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -282,7 +282,7 @@ def test_changed_data_or_another_base_is_refused_before_a_trainer_starts(
         ]
 
     monkeypatch.setattr(command, "prepare", prepare)
-    monkeypatch.setattr(command, "_supervise", lambda *_, **__: pytest.fail("a trainer was started"))
+    monkeypatch.setattr(command, "supervise_run", lambda *_, **__: pytest.fail("a trainer was started"))
     assert main([*arguments, "--resume"]) == 2
     assert "training data: tokens 0000" in capsys.readouterr().err
 

@@ -13,8 +13,8 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event, JobChanged, TrainerMessage
 from gshare.agent.trace import Tracer
-from gshare.agent.train.engine import Part
 from gshare.agent.train.gpu_guard import SMALL_MB, GpuGuard, HostMemory, NoGuard, make_guard
+from gshare.agent.train.part import Part
 from gshare.agent.train.runner import Runner
 from gshare.agent.vram.budget import CONTEXT_MB
 from gshare.agent.vram.guard import Reservation

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.events import Event
-from gshare.agent.service import finding, joining, registry
-from gshare.agent.service.finding import Finder
+from gshare.agent.service import finding, hold, joining, registry
+from gshare.agent.service.client import TrainerClient
+from gshare.agent.service.finding import Finder, Found
 from gshare.agent.service.registry import NoRoom, TrainerConfig
 
 SUPPORT = Path(__file__).parent / "support"
@@ -81,6 +85,70 @@ def test_what_dead_trainers_left_is_cleared_away_and_the_job_is_trained(
     assert client.wait() == 0
     assert client.says("No space left on device")
     assert not dead.exists()
+
+
+def test_a_socket_that_there_is_no_room_for_is_waited_for_too(
+    config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made before the trainer is: a trainer without one would have died, twice, and its job failed."""
+    dead = dead_trainer(config)
+    make = hold.bound_socket
+
+    def bound_socket(path: Path) -> socket.socket:
+        if dead.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return make(path)
+
+    monkeypatch.setattr(hold, "bound_socket", bound_socket)
+    client = Client(config, [job("a", tmp_path, "steps=3")], "A")
+    assert client.wait() == 0
+    assert client.says("No space left on device; a trainer needs its files there")
+    assert not client.says("died")
+
+
+@pytest.fixture
+def mount_runtime(tmp_path: Path) -> Iterator[Callable[[int], None]]:
+    """Gives the runtime directory a file system of its own with room for so many files."""
+    libc, path = ctypes.CDLL(None, use_errno=True), os.fsencode(tmp_path / "XDG_RUNTIME_DIR")
+
+    def mount(files: int) -> None:
+        libc.umount2(path, 2)
+        if libc.mount(b"tmpfs", path, b"tmpfs", 0, f"size=1m,mode=0700,nr_inodes={files}".encode()):
+            pytest.skip(f"a full disk needs a mount: {os.strerror(ctypes.get_errno())}")
+
+    yield mount
+    libc.umount2(path, 2)
+
+
+def test_whatever_there_is_no_room_for_it_is_said_before_a_trainer_is_started(
+    config: TrainerConfig, mount_runtime: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a disk without room for a single directory to one that has room for all that a trainer needs."""
+    monkeypatch.setattr(finding, "ROOM_SECONDS", 0.1)
+    config, found = joining.with_identity(config, join=True), None
+    refused: list[str] = []
+    while found is None:
+        assert len(refused) < 20
+        mount_runtime(2 + len(refused))
+        finder = Finder(config, "A", ["a"], lambda event: None)
+        finder.search(config, alone=False)
+        try:
+            found = until_found(finder)
+        except NoRoom as error:
+            refused.append(str(error))
+    assert len(refused) > 8  # gshare, joins and its lock, trainers, one for the trainer with six files in it
+    assert [text for text in refused if "No space left on device; a " not in text] == []
+    client = TrainerClient(found.trainer.directory, "A")
+    assert client.hello.trainer_id == found.trainer.directory.name
+    client.close()
+    found.trainer.release()
+    assert found.trainer.wait_dead() == 0
+
+
+def until_found(finder: Finder) -> Found:
+    while (found := finder.poll(0.02)) is None:
+        pass
+    return found
 
 
 def test_a_directory_that_stays_full_is_named_in_the_end(

@@ -31,11 +31,14 @@ def test_commands_are_frozen() -> None:
     """Scripts of users call these names; adding one is fine, changing one is not."""
     assert {name: path for name, (path, _) in frame.COMMANDS.items()} == {
         "finetune": "gshare.cli.finetune:finetune",
+        "sweep": "gshare.cli.sweep:app",
         "jobs": "gshare.cli.jobs:app",
+        "report": "gshare.cli.report:report",
         "data": "gshare.cli.data:app",
         "generate": "gshare.cli.generate:generate",
         "export": "gshare.cli.export:export",
         "audit": "gshare.cli.audit:audit",
+        "estimate": "gshare.cli.estimate:estimate",
         "gpu": "gshare.cli.gpu:app",
         "agent": "gshare.cli.agent:app",
         "coordinator": "gshare.cli.coordinator:app",

@@ -99,6 +99,18 @@ def test_problems_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "loginctl enable-linger" in text
 
 
+@pytest.mark.usefixtures("devices")
+def test_a_model_of_the_node_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    missing, there = str(tmp_path / "missing"), str(tmp_path)
+    info = describe(
+        tmp_path, models=[missing, there, "HuggingFaceTB/SmolLM2-135M", "~/nowhere\0", "/" + "x" * 5000]
+    )
+    told = [problem.split(",")[0] for problem in info.problems if "in `models`" in problem]
+    assert told[0] == missing
+    assert len(told) == 3
+    assert describe(tmp_path, models=[there]).problems == describe(tmp_path).problems
+
+
 def test_a_ledger_in_trouble_is_a_problem_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,3 +218,28 @@ def test_a_failing_systemctl_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         install(["agent"])
     with pytest.raises(GshareError, match="cannot stand in a unit file"):
         install(["agent", "--state-dir", "a\nb"])
+
+
+def test_two_who_ask_how_the_node_is_at_once_both_hear_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waits for the look of the first; the driver is asked once."""
+    answer, calls = threading.Event(), []
+
+    def look(self: Health) -> Devices:
+        calls.append(1)
+        answer.wait(30)
+        return Devices(driver=f"look {len(calls)}")
+
+    monkeypatch.setattr(Health, "devices", look)
+
+    async def work() -> list[Any]:
+        server = server_module.NodeServer(open_state_dir(tmp_path), drain=lambda: None)
+        client, request = cast(Connection, None), protocol.DescribeNode(id=1)
+        asked = [asyncio.create_task(server._describe(client, request)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        answer.set()
+        return [*await asyncio.gather(*asked), await server._describe(client, request)]
+
+    infos = asyncio.run(work())
+    assert [info.driver for info in infos] == ["look 1", "look 1", "look 1", "look 2"]

@@ -193,7 +193,8 @@ def test_a_killed_trainer_is_replaced(agent: AgentProcess) -> None:
     client.wait("a", lambda status: status.step >= 5)
     (pid,) = trainer_pids()
     os.kill(pid, signal.SIGKILL)
-    assert client.wait_end("a").state == "completed"
+    ended = client.wait_end("a")
+    assert (ended.state, ended.reason) == ("completed", "")
     assert client.pull("a", "final")["adapter_model.safetensors"].decode() == weights_after("a", 60)
     texts = [
         frame.event.event.text

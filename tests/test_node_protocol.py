@@ -13,7 +13,7 @@ from gshare.agent.service.wire import FrameReader, WireError, convert, encode
 FROZEN = {
     "node_client_hello": "protocol gshare client role owner session",
     "node_hello": "protocol gshare agent_id journal_id pid hostname draining",
-    "describe": "id",
+    "describe": "id models",  # models: added; who does not know it ignores it
     "hold_blobs": "id blobs",
     "put_chunk": "id sha256 offset total data",
     "start_attempt": "id job attempt spec model base_dtype schedule max_tokens_per_pass "
@@ -29,6 +29,7 @@ FROZEN = {
     "release_bundle": "id bundle",
     "read_samples": "id job attempt after_step limit",
     "read_log": "id job attempt max_bytes",
+    "end_leases": "id reservations",
     "drain": "id stop",
     "node_refused": "reply_to reason retry",
     "node_info": "reply_to hostname time uptime_s machine python torch driver cpu_cores cpu_percent ram_mb "
@@ -43,6 +44,7 @@ FROZEN = {
     "chunk": "reply_to data",
     "samples": "reply_to lines more",
     "log_text": "reply_to text",
+    "leases_ended": "reply_to failed",
     "node_done": "reply_to",
     "node_event": "journal_id seq event",
     "attempt_event": "owner attempt event time",
@@ -54,7 +56,7 @@ FROZEN_PARTS = {
     protocol.GpuInfo: "uuid name memory_type total_mb used_mb reserved_mb peak_mb outside_mb free_mb "
     "load_percent temperature_c power_w problem",
     protocol.ReservationInfo: "id gpu_uuid budget_mb peak_mb task pid user created state position reason "
-    "clients",
+    "clients lease",
     protocol.AttemptStatus: "owner job attempt state step total_steps loss val_loss best_val_loss best_step "
     "reason retry gpu position checkpoint_step",
 }

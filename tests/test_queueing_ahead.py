@@ -24,7 +24,7 @@ from gshare.agent.jobs.events import Event, JobChanged, Stepped
 from gshare.agent.train import device_optimizer
 from gshare.agent.train.device_engine import DeviceEngine
 from gshare.agent.train.device_pass import PassBuffers
-from gshare.agent.train.engine import Part
+from gshare.agent.train.part import Part
 from gshare.agent.train.runner import Runner
 from gshare.kernels.staging import Fetched
 from gshare.kernels.triton_backend import TritonBackend

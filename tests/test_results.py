@@ -149,9 +149,65 @@ def test_a_damaged_source_is_noticed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("x" * 226, id="226 bytes"),
+        pytest.param("x" * 227, id="227 bytes"),
+        pytest.param("x" * 255, id="255 bytes"),
+        pytest.param("ü" * 127, id="UTF-8"),
+        pytest.param("\udcff" * 255, id="no UTF-8"),
+    ],
+)
+def test_a_directory_of_any_name_that_the_disk_takes(tmp_path: Path, name: str) -> None:
+    """The temporary name beside it is longer than the rest of such a name allows."""
+    place_results(tmp_path / "out" / name, results(tmp_path), mark="m")
+    assert contents(tmp_path / "out" / name) == FILES
+    assert leftovers(tmp_path) == []
+    with pytest.raises(OutputTaken, match="File name too long"):  # the control: the disk does not take it
+        place_results(tmp_path / "out" / "y" / ("x" * 256), results(tmp_path), mark="m")
+
+
+def test_directories_whose_long_names_begin_alike_are_staged_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[Path] = []
+
+    def stage(where: Path, results: object) -> None:
+        staged.append(where)
+        where.mkdir()
+
+    monkeypatch.setattr(results_module, "_stage", stage)
+    for end in ("a", "b", "a"):
+        place_results(tmp_path / "out" / ("x" * 240 + end), results(tmp_path), mark="m")
+    one, two, again = staged
+    assert one == again != two
+
+
+def test_what_has_to_be_free_is_the_size_of_the_result_and_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 0
+
+    def statvfs(path: object) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 1 << 20, free // 4096, free // 4096, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr(blobs_module.os, "statvfs", statvfs)
+    for size, enough in ((100, 64 << 10), (1 << 20, (1 << 20) + (128 << 10)), (64 << 20, 69 << 20)):
+        made = results(tmp_path, {"adapter_model.safetensors": bytes(size)})
+        out = tmp_path / "out" / str(size)
+        free = size
+        with pytest.raises(DiskFull, match=r"KiB have to be free, but only [\d,]+ KiB are; free space there"):
+            place_results(out, made, mark="m")
+        assert not out.exists()
+        free = enough
+        place_results(out, made, mark="m")
+        assert out.exists()
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(blobs_module, "DISK_RESERVE", 1 << 62)
+        patch.setattr(results_module, "_room_for", lambda results: 1 << 62)
         with pytest.raises(DiskFull, match="free space"):
             place_results(tmp_path / "out" / "a", results(tmp_path), mark="m")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import stat
@@ -21,9 +22,11 @@ from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.service import protocol, registry
 from gshare.agent.service.client import TrainerClient, TrainerGone
 from gshare.agent.service.hold import Spawned, spawn_trainer
+from gshare.agent.service.journal import Journal
 from gshare.agent.service.registry import TrainerConfig
-from gshare.agent.service.server import connect_socket
+from gshare.agent.service.server import Connection, Server, connect_socket
 from gshare.agent.service.supervise import StopRequest, Supervisor
+from gshare.agent.service.wire import FrameReader, convert
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -131,6 +134,58 @@ def test_two_clients_share_a_trainer_and_it_ends_when_both_are_gone(tmp_path: Pa
     assert registry.read_exit(trainer.directory) == registry.ExitRecord(
         code=0, reason="no clients and no jobs"
     )
+
+
+def test_who_only_looks_does_not_keep_a_trainer_and_its_memory(tmp_path: Path, trainer: Spawned) -> None:
+    owner, looker = (TrainerClient(trainer.directory, name) for name in ("owner", "looker"))
+    looker.follow()
+    owner.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=3")])
+    collect(looker, reached("a", "completed"))
+    assert owner.others() == 0  # so the owner waits for the trainer's end
+    time.sleep(2 * CONFIG.idle_seconds)
+    assert trainer.process.poll() is None  # the control: it stays for its owner
+    owner.close()
+    assert trainer.process.wait(20) == 0
+
+
+def test_a_sample_comes_before_the_durable_events_that_followed_it(tmp_path: Path) -> None:
+    """The journal is ahead of what the server's thread was told: what it was not told of yet waits."""
+    journal = Journal(tmp_path / "journal.jsonl", "j")
+    server = Server(tmp_path / "socket", journal, hello=unused, job_list=list, commands=queue.SimpleQueue())
+    connection = Connection(key=1, client="c", following=True)
+    server._connections[1] = connection
+    first = JobChanged(job="a", state="running", step=0, total_steps=1)
+    sample = step_of("a", 1)
+    last = JobChanged(job="a", state="completed", step=1, total_steps=1)
+    server._publish(None, journal.append(first))
+    before = journal.last_seq  # of the sample: taken, and on its way
+    journal.append(last)
+    assert sent(server, connection) == [first]
+    server._publish(sample, before)
+    server._publish(None, journal.last_seq)
+    assert sent(server, connection) == [sample, last]
+
+
+def unused() -> protocol.TrainerHello:
+    raise AssertionError("nobody connects")
+
+
+def sent(server: Server, connection: Connection) -> list[Event]:
+    reader = FrameReader()
+    events: list[Event] = []
+    while (frame := server._next_frame(connection)) is not None:
+        for message in reader.feed(frame):
+            event_frame = convert(message, protocol.FromTrainer)
+            assert isinstance(event_frame, protocol.EventFrame)
+            events.append(event_frame.event)
+    return events
+
+
+def step_of(name: str, step: int) -> Stepped:
+    return Stepped(
+        job=name, step=step, total_steps=9, epoch=0.0, loss=1.0, grad_norm=1.0, learning_rate=1e-4, tokens=9,
+        label_tokens=5, seconds=0.1, adapters_in_pass=1,
+    )  # fmt: skip
 
 
 def test_socket_and_directories_are_closed_to_others(trainer: Spawned) -> None:

@@ -18,6 +18,8 @@ FROZEN = {
     "stop": "id jobs reason",
     "pause": "id jobs",
     "resume": "id jobs",
+    "take_weights": "id job directory",  # added, with its answer; who never asks does not meet them
+    "weights_taken": "reply_to start",
     "list": "id",
     "follow": "id journal_id after_seq jobs",
     "detach": "id",
@@ -29,7 +31,8 @@ FROZEN = {
     "event": "journal_id seq event",
 }
 FROZEN_EVENTS = {
-    "job": "job state step total_steps reason last",  # last: added; who does not know it ignores it
+    # last, exit: added; who does not know them ignores them
+    "job": "job state step total_steps reason last exit",
     "step": "job step total_steps epoch loss grad_norm learning_rate tokens label_tokens seconds "
     "adapters_in_pass trunk_shared",  # trunk_shared: added; who does not know it ignores it
     "eval": "job step val_loss label_tokens best",
@@ -49,7 +52,9 @@ def test_field_names_of_version_1_are_frozen() -> None:
     assert _fields(events.Event) == FROZEN_EVENTS
     assert spec.JobRequest.__struct_fields__ == (
         *("spec", "train_store", "train_hash", "val_store", "val_hash", "resume", "client"),
+        *("start", "early_exit", "pause_at"),  # added; who does not know the last two trains on
     )
+    assert spec.WarmStart.__struct_fields__ == ("directory", "sha256", "parent", "step")
 
 
 def test_messages_of_a_later_minor_version_are_understood() -> None:

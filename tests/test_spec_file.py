@@ -130,7 +130,7 @@ r = [1, 2]
         [
             "adapters.toml:1: unknown key 'modle'; did you mean 'model'?",
             "adapters.toml:3: 'learning_rate' is a key of an adapter; put it under [defaults] or [[adapter]]",
-            "adapters.toml:16: [sweep]: use gshare sweep (not built yet)",
+            "adapters.toml:16: [sweep]: is for gshare sweep",
             "adapters.toml:5: [defaults], key 'rank': unknown key 'rank'; did you mean 'r'?",
             "adapters.toml:6: [defaults], key 'lora_dropout': must be at least 0 and below 1, not 1.0",
             "adapters.toml:14: adapter 2, key 'lr': unknown key 'lr'; did you mean 'learning_rate'?",
@@ -242,7 +242,7 @@ def test_negative_control_the_file_of_that_test_is_good_without_its_bad_line(tmp
         ('source = "x"', "unknown key 'source'"),
         ("adapters = 1", "unknown key 'adapters'"),
         ("defaults = 1", "[defaults]: must be a table of keys"),
-        ("early_exit = 1", "[early_exit]: use gshare sweep (not built yet)"),
+        ("early_exit = 1", "[early_exit]: is for gshare sweep"),
     ],
 )
 def test_bad_keys_of_the_run(tmp_path: Path, line: str, message: str) -> None:

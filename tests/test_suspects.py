@@ -9,6 +9,7 @@ from gshare.agent.jobs.suspects import (
     FOREIGN_DEATHS,
     STRIKES,
     Action,
+    Added,
     Admit,
     Begin,
     Died,
@@ -113,11 +114,13 @@ def simulate(
     seed: int,
     save_steps: int,
     pairs: frozenset[frozenset[str]] = frozenset(),
+    parks: dict[str, int] | None = None,
     machine: type[Suspects] = Suspects,
 ) -> tuple[set[str], set[str], int]:
     """A trainer that dies when a poisonous job reaches its step, or two of a pair step together.
 
-    Random subsets step in each round; a restart goes back to the last multiple of `save_steps`.
+    Random subsets step in each round; a restart goes back to the last multiple of `save_steps`. A job of
+    `parks` pauses after that step, saved, and is added again some time later.
     Returns (completed, failed, trainers started).
     """
     rng = random.Random(seed)
@@ -127,6 +130,7 @@ def simulate(
     held: set[str] = set()
     completed: set[str] = set()
     failed: set[str] = set()
+    parked: set[str] = set()
     trainers = 0
     pending = client.handle(Begin())
     while True:
@@ -137,7 +141,7 @@ def simulate(
                 running = {job: saved[job] for job in action.jobs}
                 held = set()
             elif isinstance(action, Hold):
-                held.add(action.job)
+                held |= {action.job} & set(running)  # it may have parked meanwhile
             elif isinstance(action, Admit):
                 assert not set(action.submit) & set(running), "submitted twice"
                 assert set(action.unpause) <= held
@@ -148,6 +152,10 @@ def simulate(
             else:
                 pytest.fail(f"gave up: {action}")
         assert not (set(running) & failed), "a failed job runs again"
+        if parked and (client.done or rng.random() < 0.3):
+            job = parked.pop()
+            pending = client.handle(Added(job))
+            continue
         if client.done:
             return completed, failed, trainers
         runnable = sorted(set(running) - held)
@@ -167,6 +175,12 @@ def simulate(
             if running[job] % save_steps == 0:
                 saved[job] = running[job]
             pending += client.handle(Passed(job, running[job]))
+            if running[job] == (parks or {}).get(job):
+                saved[job] = running.pop(job)
+                held.discard(job)
+                parked.add(job)
+                pending += client.handle(Ended(job))
+                continue
             if running[job] == totals[job]:
                 del running[job]
                 completed.add(job)
@@ -188,6 +202,43 @@ def test_exactly_the_poisonous_jobs_fail_within_the_bound_of_restarts(data: st.D
     )
     assert failed == poisonous
     assert completed == set(names) - poisonous
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_jobs_that_pause_and_are_added_again_change_nothing(data: st.DataObject) -> None:
+    names = [f"job{i}" for i in range(data.draw(st.integers(2, 6), "jobs"))]
+    totals = {name: data.draw(st.integers(2, 8), name) for name in names}
+    parks = {name: data.draw(st.integers(1, totals[name] - 1), f"park {name}") for name in names}
+    poisonous = data.draw(st.sets(st.sampled_from(names)), "poisonous")
+    poison = {name: data.draw(st.integers(1, totals[name]), f"poison {name}") for name in sorted(poisonous)}
+    pairs = data.draw(st.sets(st.frozensets(st.sampled_from(names), min_size=2, max_size=2), max_size=2))
+    completed, failed, _ = simulate(
+        totals,
+        poison,
+        seed=data.draw(st.integers(0, 2**16), "seed"),
+        save_steps=data.draw(st.sampled_from([1, 3, 100]), "save"),
+        pairs=frozenset(pairs),
+        parks=parks,
+    )
+    assert failed == poisonous
+    assert completed == set(names) - poisonous
+
+
+def test_who_is_added_during_a_trial_waits_for_its_end() -> None:
+    machine = started("a", "b")
+    assert machine.handle(Ended("a")) == []
+    assert machine.handle(Died((("b", 3),))) == [StartTrainer(("b",), alone=True)]
+    assert machine.handle(Added("a")) == []
+    assert machine.handle(Passed("b", 4)) == [Admit(("a",))]
+
+
+def test_the_last_one_may_be_added_after_all_had_ended() -> None:
+    machine = started("a")
+    machine.handle(Ended("a"))
+    assert machine.done
+    assert machine.handle(Added("a")) == [Admit(("a",))]
+    assert not machine.done
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,7 +11,8 @@ from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
 from gshare.agent.train import trunk_cache
-from gshare.agent.train.engine import Engine, Part
+from gshare.agent.train.engine import Engine
+from gshare.agent.train.part import Part
 from gshare.agent.train.rounds import Rounds, StepWork
 from gshare.agent.train.trunk import TrunkUse
 from gshare.agent.train.trunk_cache import MARGIN, TIMED, WARM_UP, Trial, TrunkCache

@@ -21,7 +21,8 @@ from gshare.tui.widgets.job_table import JobTable
 from gshare.tui.widgets.lines import Lines
 from gshare.tui.widgets.node_table import NodeTable
 from gshare.tui.widgets.reservation_table import ReservationTable
-from scripted_source import AT, NOW, ScriptedSource, lab, live
+from msgspec.structs import replace
+from scripted_source import AT, NOW, ScriptedSource, lab, live, nodes
 from textual.widgets import Input
 
 Case = Callable[[Driven, str], Awaitable[None]]
@@ -265,14 +266,43 @@ async def _(d: Driven, key: str) -> None:
 
 @case("JobTable", "act('resume')")
 async def _(d: Driven, key: str) -> None:
-    await confirmed(d, key, "resume")
+    await paused_too(d)
+    await d.press("m", "m", key)  # both marked, one of them runs
+    await d.until(lambda: isinstance(d.app.screen, Confirm))
+    assert "Resume 1 adapter?" in d.text
+    await d.press("y")
+    await d.until(lambda: d.source.acted == [("resume", ["support"])])
 
 
-@case("AdapterView", "act('stop')", "act('pause')", "act('resume')")
+async def paused_too(d: Driven) -> None:
+    await d.say(f.JobState(**AT, job="support", state="paused"))
+
+
+@case("AdapterView", "act('stop')", "act('pause')")
 async def _(d: Driven, key: str) -> None:
     await d.press("enter")
     await d.until(lambda: d.app.view.view == "adapter")
-    await confirmed(d, key, {"x": "stop", "z": "pause", "u": "resume"}[key])
+    await confirmed(d, key, {"x": "stop", "z": "pause"}[key])
+
+
+@case("AdapterView", "act('resume')")
+async def _(d: Driven, key: str) -> None:
+    await d.press("enter")
+    await d.until(lambda: d.app.view.view == "adapter")
+    await d.press(key)
+    await d.until(lambda: "nothing here can be resumed" in d.notes)
+    await paused_too(d)
+    await confirmed(d, key, "resume")
+
+
+@case("AdapterView", "unmark")
+async def _(d: Driven, key: str) -> None:
+    await d.press("m", "m", "c")
+    await d.until(lambda: "2 compared" in d.text)
+    await d.press(key)
+    await d.until(lambda: "support" in d.app.crumbs()[-1])
+    assert d.app.board.marked == []
+    assert "hyper-parameters" in d.text.lower()
 
 
 @case("Confirm", "answer(True)")
@@ -315,6 +345,14 @@ async def _(d: Driven, key: str) -> None:
 @case("ReservationTable", "release")
 async def _(d: Driven, key: str) -> None:
     await d.press("3", key)
+    await d.until(lambda: "PID 4321 of ana holds it" in d.notes)
+    assert not isinstance(d.app.screen, Confirm)
+    desktop = nodes()[0]
+    assert desktop.info is not None
+    held = [replace(row, lease=True) for row in desktop.info.reservations]
+    view = replace(desktop, info=replace(desktop.info, reservations=held))
+    await d.say(f.Snapshot(**AT, nodes=(view,)))
+    await d.press(key)
     await d.until(lambda: isinstance(d.app.screen, Confirm))
     assert "gshare trainer of ana" in d.text
     assert "run others out of memory" in d.text
@@ -620,10 +658,13 @@ def test_the_palette_does_what_the_keys_do() -> None:
     async def run() -> None:
         async with driven() as d:
             names = [one.title for one in d.app.get_system_commands(d.app.screen)]
-            assert {"Events", "Sort", "Mark", "Pause", "Choose a theme", "Quit"} <= set(names)
+            assert {"Events", "Sort", "Mark", "Freeze", "Choose a theme", "Quit"} <= set(names)
             assert not {"Screenshot"} - set(names)
             await d.press("ctrl+p")
             await d.until(lambda: d.app.screen.query(Input))
+            told = [(one.title, one.help) for one in d.app.get_system_commands(d.app.screen)]
+            assert ("Stop job", "Overview: jobs, key x") in told  # of what lies below the palette too
+            assert ("Help", "Everywhere, key ?") in told
             await d.press(*"leaderboard", "enter")
             await d.until(lambda: d.app.view.view == "leaderboard")
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(tmux is None, reason="tmux is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 90.0
-METRICS = '{"step": 1, "total_steps": 2, "loss": 2.5, "val_loss": null}\n'
+METRICS = '{"type": "step", "step": 1, "total_steps": 2, "loss": 2.5}\n'
 
 
 class Terminal:
@@ -50,11 +50,15 @@ class Terminal:
         return done.stdout
 
     def start(self, size: tuple[int, int], *arguments: str) -> None:
+        self.tmux("new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), self._line(arguments))
+
+    def start_again(self, *arguments: str) -> None:
+        """In the same pane, in the place of what runs there."""
+        self.tmux("respawn-pane", "-k", f"clear; {self._line(arguments)}")
+
+    def _line(self, arguments: tuple[str, ...]) -> str:
         command = [sys.executable, "-m", "gshare.cli.main", "tui", *arguments]
-        line = " ".join(f"'{part}'" for part in command)
-        self.tmux(
-            "new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), f"{line}; echo EXIT $?; sleep 600"
-        )
+        return f"{' '.join(repr(part) for part in command)}; echo EXIT $?; sleep 600"
 
     @property
     def text(self) -> str:
@@ -103,6 +107,40 @@ def test_a_new_user_finds_the_way_with_real_keys(terminal: Terminal) -> None:
     terminal.until(lambda text: "no adapter fits" not in text, "the filter to go")
     terminal.keys("q")
     terminal.until(lambda text: "EXIT 0" in text, "the end")
+
+
+def test_a_recording_is_made_played_sought_and_told_when_it_is_cut_or_damaged(terminal: Terminal) -> None:
+    out = terminal.directory / "out" / "support"
+    out.mkdir(parents=True)
+    metrics = out / "metrics.jsonl"
+    metrics.write_text(METRICS)
+    made, cut = terminal.directory / "run.gshare", terminal.directory / "cut.gshare"
+    terminal.start((100, 30), "--run", str(out.parent), "--record", str(made))
+    terminal.until(lambda text: "support" in text and "2.500" in text, "the overview")
+    metrics.write_text(METRICS + METRICS.replace('"step": 1', '"step": 2').replace("2.5", "1.75"))
+    terminal.until(lambda text: "1.750" in text, "the second step")
+    terminal.keys("q")
+    terminal.until(lambda text: "EXIT 0" in text, "the end of the recording")
+
+    terminal.start_again("--replay", str(made), "--speed", "1000")
+    terminal.until(lambda text: "ended" in text and "×1000" in text and "1.750" in text, "the replay's end")
+    terminal.keys("p", "[")
+    terminal.until(lambda text: "‖ 0:00 /" in text and "1.750" not in text, "its beginning")
+    terminal.keys("]")
+    terminal.until(lambda text: "1.750" in text, "its end again")
+    terminal.keys("q")
+    terminal.until(lambda text: "EXIT 0" in text, "the end")
+
+    cut.write_bytes(made.read_bytes()[:-3])
+    terminal.start_again("--replay", str(cut))
+    terminal.until(lambda text: "cut.gshare ends in the middle of a chunk" in text, "the word about the cut")
+    data = bytearray(made.read_bytes())
+    data[-3] ^= 1
+    cut.write_bytes(data)
+    terminal.start_again("--replay", str(cut))
+    text = terminal.until(lambda text: "EXIT 2" in text, "the refusal")
+    assert text.startswith("gshare: --replay ")
+    assert "wrong checksum\nEXIT 2" in text
 
 
 def test_without_a_terminal_it_says_so() -> None:

@@ -91,7 +91,9 @@ def test_a_lost_source_greys_and_dates_what_is_shown() -> None:
             table = d.get(JobTable)
             row = list(table.keys).index("support") + 1
             fresh = {segment.style.color for segment in table.render_line(row) if segment.text.strip()}
-            lost = live(state="lost", since=NOW + 2, retry_in=60.0, text="connection refused")
+            lost = live(
+                state="lost", since=NOW + 2, received=NOW + 2, retry_in=60.0, text="connection refused"
+            )
             await d.say(lost)
             banner = d.text.splitlines()[2]
             for part in ("lost for 40 s", "connection refused", "42 s old", "retry in 20 s (r: now)"):

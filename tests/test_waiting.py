@@ -227,8 +227,13 @@ def listed() -> dict[str, dict[str, object]]:
     return {row["job"]: row for row in map(json.loads, out.splitlines())}
 
 
+def left(ledger: Ledger) -> tuple[list[str], list[str]]:
+    """The trainers that live, and the ledger's files."""
+    return [directory.name for directory in registry.live_trainers()], files(ledger)
+
+
 def nothing_is_left(ledger: Ledger, before: list[str]) -> bool:
-    return not registry.live_trainers() and files(ledger) == before
+    return left(ledger) == ([], before)
 
 
 REASON = "2048 MiB asked, 500 of 8500 MiB free (8000 reserved, 0 used outside the ledger)"
@@ -267,7 +272,7 @@ def test_stop_ends_the_waiting_client_with_130_and_leaves_nothing(ledger: Ledger
         assert client.returncode == 130, err
         assert "stopped by gshare jobs" in err
         assert "stopped" in out
-        assert nothing_is_left(ledger, full)  # at once: the client has waited for its trainer
+        assert left(ledger) == ([], full)  # at once: the client has waited for its trainer
         assert not Path("out").exists()
         assert listed()["a"]["state"] == "stopped"
         assert list(registry.trainer_dirs()) == []

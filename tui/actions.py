@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gshare.agent.errors import GshareError
+from gshare.tui.frames import ENDED
 from gshare.tui.source import ActionName, Source
 
 #: Action → (what is asked, what it means).
@@ -16,7 +17,25 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     ),
 }
 _THINGS = {"release": ("reservation", "reservations")}
-_DONE = {"stop": "stopped", "pause": "paused", "resume": "resumed", "release": "released"}
+#: What an action has done to its targets.
+DONE = {"stop": "stopped", "pause": "paused", "resume": "resumed", "release": "released"}
+#: States that an action changes nothing of. Whatever else forbids it, the source says.
+_NOT_IN: dict[str, frozenset[str]] = {
+    "stop": ENDED | {"publishing", "placing"},
+    "pause": ENDED | {"publishing", "placing", "paused"},
+    "resume": frozenset(
+        {"completed", "diverged", "publishing", "placing", "waiting", "queued", "starting", "running"}
+    ),
+}
+
+
+def can_be(action: ActionName, state: str) -> bool:
+    """Whether the action means anything to a job in that state.
+
+    >>> can_be("resume", "paused"), can_be("resume", "stopped"), can_be("resume", "running")
+    (True, True, False)
+    """
+    return state not in _NOT_IN[action]
 
 
 def question(action: ActionName, count: int) -> tuple[str, str]:
@@ -46,4 +65,4 @@ async def carry_out(
     called = dict(zip(targets, names, strict=True))
     done = [name for target, name in called.items() if target not in failed]
     problems = [f"could not {action} {called.get(target, target)}: {why}" for target, why in failed.items()]
-    return f"{_DONE[action]} {', '.join(done)}" if done else "", problems
+    return f"{DONE[action]} {', '.join(done)}" if done else "", problems

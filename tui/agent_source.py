@@ -1,6 +1,7 @@
-"""One node, by its agent (`agent/node/protocol.py`): over its Unix socket, or `HOST[:PORT]`, its SSH server.
+"""One node, by its agent (`agent/node/protocol.py`): over its Unix socket, or through SSH.
 
-As an observer: it sees the attempts of all coordinators, and steers none of them.
+As an observer: it sees the attempts of all coordinators, and steers none of them. The user's own holds on GPU
+memory it can end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from gshare.agent.node.protocol import (
     Attempts,
     AttemptStatus,
     DescribeNode,
+    EndLeases,
+    LeasesEnded,
     ListAttempts,
     LogText,
     NodeEventFrame,
@@ -29,12 +32,16 @@ from gshare.agent.node.protocol import (
     ReadSamples,
     Samples,
 )
+from gshare.coordinator.node_fault import NodeFault
 from gshare.tui import frames as f
 from gshare.tui.connected import ConnectedSource, Hopeless, until_gone
 from gshare.tui.job_files import curves
 from gshare.tui.past import past_message
+from gshare.tui.source import ActionName
 
 if TYPE_CHECKING:
+    from gshare.coordinator.config import NodeConfig
+    from gshare.coordinator.host_keys import HostKeys
     from gshare.coordinator.link import AgentLink, Stream
 
 NODE_SECONDS = 3.0
@@ -50,11 +57,11 @@ _ADDRESS = re.compile(
 
 class AgentSource(ConnectedSource):
     kind = "agent"
-    can = frozenset({"retry", "log", "history"})
+    can = frozenset({"release", "retry", "log", "history"})
 
     def __init__(self, address: Path | str, **options: Any) -> None:
         """`address`: the agent's socket (a Path), or `[USER@]HOST[:PORT]`. UsageError: neither."""
-        super().__init__(**options)
+        super().__init__(is_local=isinstance(address, Path), **options)
         self._address = address
         self._remote = parse_address(address) if isinstance(address, str) else None
         self.title = f"agent {address}" if self._remote else "agent of this machine"
@@ -75,7 +82,11 @@ class AgentSource(ConnectedSource):
     async def session(self) -> None:
         from gshare.coordinator.link import AgentLink, LinkRefused
 
-        stream = await self._open()
+        try:
+            stream = await self._open()
+        except NodeFault as fault:
+            text = str(fault) if self._remote else fault.text
+            raise (GshareError if self.was_live or fault.transient else Hopeless)(text) from None
         try:
             link = await AgentLink.open(stream, client="gshare tui", on_event=self._take)
         except LinkRefused as error:
@@ -105,13 +116,36 @@ class AgentSource(ConnectedSource):
             from gshare.coordinator.channel import open_socket
 
             return await open_socket("here", Path(self._address))
-        from gshare.coordinator.config import NodeConfig
-        from gshare.coordinator.connecting import Connector
+        from gshare.coordinator.connecting import open_running
         from gshare.coordinator.host_keys import HostKeys
 
+        return await open_running(self._node_config(), HostKeys())  # a new key was asked about in `meet`
+
+    @property
+    def is_remote(self) -> bool:
+        return self._remote is not None
+
+    async def meet(self, keys: HostKeys) -> None:
+        """Reaches the machine once, while `keys` can still ask about a new host key on the terminal.
+
+        NodeFault: what only a person mends. A machine that is away is waited for by `run`.
+        """
+        from gshare.coordinator.remote import reach
+
+        try:
+            remote = await reach(self._node_config(), keys)
+        except NodeFault as fault:
+            if not fault.transient:
+                raise
+        else:
+            await remote.close()
+
+    def _node_config(self) -> NodeConfig:
+        from gshare.coordinator.config import NodeConfig
+
+        assert self._remote is not None
         user, host, port = self._remote
-        node = NodeConfig(name=host, host=host, user=user, port=port, transport="agent")
-        return await Connector(HostKeys())(node, lambda _: None)
+        return NodeConfig(name=host, host=host, user=user, port=port)
 
     # --- what it tells
 
@@ -142,7 +176,7 @@ class AgentSource(ConnectedSource):
                     **moment,
                     job=key,
                     state=event.state,
-                    step=event.step,
+                    step=event.step if event.total_steps else None,
                     total_steps=event.total_steps or None,
                     reason=event.reason,
                     node=self._node,
@@ -177,7 +211,7 @@ class AgentSource(ConnectedSource):
             node=self._node,
             state=state,
             reason="; ".join(info.problems),
-            transport="agent" if self._remote else "local",
+            transport="ssh" if self._remote else "local",
             host=self._remote[1] if self._remote else "",
             gshare=link.hello.gshare,
             seen_s=0.0,
@@ -231,6 +265,14 @@ class AgentSource(ConnectedSource):
 
     # --- requests of the app
 
+    async def act(self, action: ActionName, targets: list[str]) -> dict[str, str]:
+        if action != "release":
+            return await super().act(action, targets)
+        link = self._connected()
+        ended = await link.ask(LeasesEnded, EndLeases, reservations=targets)
+        await self._ask_node(link)
+        return ended.failed
+
     async def read_log(self, job: str = "", node: str = "", max_bytes: int = 65536) -> str:
         name, attempt = "", 0
         if job:
@@ -265,13 +307,18 @@ class AgentSource(ConnectedSource):
         return self._link
 
 
-def parse_address(text: str) -> tuple[str | None, str, int]:
-    """`[USER@]HOST[:PORT]` as user (None: ssh_config's), host, port. UsageError."""
+def parse_address(text: str) -> tuple[str | None, str, int | None]:
+    """`[USER@]HOST[:PORT]` as user (None: ssh_config's), host, port. UsageError.
+
+    Without a port: with a user that of the machine's SSH server (None: ssh_config's or 22), else the agent's.
+    """
     found = _ADDRESS.match(text)
-    port = int(found["port"] or DEFAULT_PORT) if found else 0
-    if found is None or not 0 < port < 65536:
+    port = int(found["port"]) if found and found["port"] else None
+    if found is None or (port is not None and not 0 < port < 65536):
         raise UsageError(
-            f"--agent {text}: write HOST:PORT (or USER@HOST:PORT) of an agent that was started with --bind, "
-            "such as jetson:7433"
+            f"--agent {text}: write USER@HOST[:PORT] of a machine with an SSH login where an agent runs, or "
+            "HOST:PORT of an agent that was started with --bind, such as jetson:7433"
         )
+    if port is None and found["user"] is None:
+        port = DEFAULT_PORT
     return found["user"], found["host"].strip("[]"), port

@@ -21,12 +21,13 @@ from gshare.tui import settings as settings_file
 from gshare.tui.actions import carry_out, question, refusal
 from gshare.tui.board import Board
 from gshare.tui.frames import Frame
+from gshare.tui.key_list import bindings_of
 from gshare.tui.messages import Act, Copy, OpenJob, OpenNode
 from gshare.tui.recording import Recorder
 from gshare.tui.screens.adapter import AdapterView
 from gshare.tui.screens.confirm import Confirm
 from gshare.tui.screens.events import EventsView
-from gshare.tui.screens.help import Help
+from gshare.tui.screens.help import Help, keys_of
 from gshare.tui.screens.leaderboard import LeaderboardView
 from gshare.tui.screens.node import NodeView
 from gshare.tui.screens.overview import Overview
@@ -65,9 +66,9 @@ class Dashboard(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(i), f"go('{view}')", view.capitalize(), show=False) for i, view in enumerate(VIEWS, 1)),
         Binding("escape", "back", "Back", show=False),
-        Binding("p", "pause", "Pause"),
-        Binding("t", "times", "Times", show=False),
-        Binding("T", "next_theme", "Theme", show=False),
+        Binding("p", "pause", "Freeze"),
+        Binding("t", "times", "Ages or times of day", show=False),
+        Binding("T", "next_theme", "Next theme", show=False),
         Binding("w", "picture", "Screenshot", show=False),
         Binding("r", "retry", "Retry now", show=False),
         Binding("left_square_bracket", "seek(-1)", "30 s back", show=False),
@@ -88,6 +89,7 @@ class Dashboard(App[int]):
         read_only: bool,
         settings_path: Path | None,
         notes: list[str],
+        on_painted: Callable[[], object] | None,
     ) -> None:
         self.board = Board(settings, clock)
         super().__init__()
@@ -97,6 +99,7 @@ class Dashboard(App[int]):
         self._recorder = recorder
         self._settings_path = settings_path
         self._notes = notes
+        self._on_painted = on_painted
         self._trail: list[str] = []
         self._views: dict[str, View] = {}
         self._due = False  # a repaint is on its way
@@ -127,6 +130,8 @@ class Dashboard(App[int]):
         for note in self._notes:
             self.notify(note, severity="warning", timeout=ERROR_SECONDS, markup=False)
         self.set_interval(TICK_SECONDS, self.repaint)
+        if self._on_painted is not None:
+            self.call_after_refresh(self._on_painted)
         self.run_worker(self._follow(), exit_on_error=True, group="source")
         if not self.is_headless:
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
@@ -198,10 +203,11 @@ class Dashboard(App[int]):
         if about or view == "adapter":
             self._views[view].about = about
         before = self._trail[-1] if self._trail else ""
-        if view in self._trail:
-            del self._trail[self._trail.index(view) + 1 :]
+        if view == VIEWS[0]:
+            self._trail = [view]
         else:
-            self._trail.append(view)
+            # Once each: what is opened from a line of the events leads back to the events.
+            self._trail = [*(one for one in self._trail if one != view), view]
         self.board.settings.view = view
         if not before:
             self.push_screen(view)
@@ -304,35 +310,21 @@ class Dashboard(App[int]):
 
     def _bindings_here(self) -> list[tuple[str, list[Binding]]]:
         """Of what has the focus, of the screen, of the app: what works now."""
-        groups: list[tuple[str, list[Binding]]] = []
-        told: set[str] = set()
-        focused = self.focused
-        chain: list[tuple[str, Any]] = (
+        focused = self.view.focused  # a dialog or the palette may lie above it
+        chain: list[tuple[str, object]] = (
             [(f"{self.view.view.capitalize()}: {focused.id}", focused)] if focused else []
         )
         chain += [(self.view.view.capitalize(), self.view), ("Everywhere", self)]
-        for title, owner in chain:
-            found: list[Binding] = []
-            for cls in type(owner).__mro__:
-                if not cls.__module__.startswith("gshare."):
-                    continue
-                for one in cls.__dict__.get("BINDINGS", ()):
-                    action = one.action.partition("(")[0]
-                    if one.key not in told and self.check_action(action, ()) and one.description:
-                        told.add(one.key)
-                        found.append(one)
-            if found:
-                groups.append((title, found))
-        groups[-1][1].append(Binding("ctrl+p", "command_palette", "Command palette"))
-        groups[-1][1].append(Binding("tab", "focus_next", "Next part of the screen"))
-        return groups
+        return bindings_of(chain, lambda action: bool(self.check_action(action, ())))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The command palette: every binding that works now."""
         for title, bindings in self._bindings_here():
             for one in bindings:
                 if one.action not in ("command_palette", "focus_next"):
-                    yield SystemCommand(one.description, f"{title}, key {one.key}", self._runner(one.action))
+                    yield SystemCommand(
+                        one.description, f"{title}, key {keys_of(one)}", self._runner(one.action)
+                    )
         yield SystemCommand("Choose a theme", "Everywhere", self.action_change_theme)
 
     def _runner(self, action: str) -> Callable[[], None]:
@@ -340,7 +332,7 @@ class Dashboard(App[int]):
             namespace = next(
                 (
                     owner
-                    for owner in (self.focused, self.view, self)
+                    for owner in (self.view.focused, self.view, self)
                     if owner is not None and hasattr(owner, f"action_{action.partition('(')[0]}")
                 ),
                 self,
@@ -387,9 +379,10 @@ def make_app(
     read_only: bool = False,
     settings_path: Path | None = None,
     notes: Iterable[str] = (),
+    on_painted: Callable[[], object] | None = None,
 ) -> Dashboard:
     """`clock`: Unix s; a replay's own time takes its place. `settings_path` None: nothing is remembered.
-    `notes`: told at the start."""
+    `notes`: told at the start. `on_painted` is called when the first picture stands."""
     if "seek" in source.can:
         replay = cast(Replayed, source)
         clock = lambda: replay.position  # noqa: E731
@@ -401,4 +394,5 @@ def make_app(
         read_only=read_only,
         settings_path=settings_path,
         notes=list(notes),
+        on_painted=on_painted,
     )

@@ -134,9 +134,9 @@ def differing(jobs: Iterable[Job]) -> list[str]:
 
 
 def fields_of(jobs: Iterable[Job]) -> list[Field]:
-    """Everything that can be sorted by."""
+    """Everything that can be sorted by; parameters in which no two differ come last."""
     jobs = list(jobs)
-    names = dict.fromkeys(name for job in jobs for name in job.hyper)
+    names = dict.fromkeys([*differing(jobs), *(name for job in jobs for name in job.hyper)])
     return [*FIELDS, *(hyper_field(name) for name in names)]
 
 

@@ -25,6 +25,8 @@ from gshare.tui.source import ActionName, Emit, SourceBase
 
 #: Somebody is watching: the first try comes soon, the last ones often enough.
 FIRST_SECONDS, MOST_SECONDS = 0.5, 15.0
+#: To a socket of this machine a try costs nothing, and who starts the other side wants to see it.
+MOST_LOCAL_SECONDS = 2.0
 TICK_SECONDS = 0.25
 
 
@@ -38,12 +40,16 @@ class ConnectedSource(SourceBase):
     #: Seconds without a word after which what is shown is called stale: a bit over two beats.
     stale_seconds = 10.0
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None, *, is_local: bool = True) -> None:
+        """`is_local`: trying again costs nothing."""
         self.coalescer = Coalescer()
-        self._backoff = Backoff(rng or random.Random(), FIRST_SECONDS, MOST_SECONDS)
+        most = MOST_LOCAL_SECONDS if is_local else MOST_SECONDS
+        self._backoff = Backoff(rng or random.Random(), FIRST_SECONDS, most)
         self._retry = asyncio.Event()
         self._emit: Emit | None = None
         self._said: SourceStateName | None = None
+        self._since = 0.0  # Unix s: since when it is live, or is not
+        self.was_live = False  # at any time
 
     @abstractmethod
     async def session(self) -> None:
@@ -92,9 +98,14 @@ class ConnectedSource(SourceBase):
         self.emit(Found(**self.now(), kind=self.kind, title=self.title, detail=self.detail, can=self._can()))
 
     def say(self, state: SourceStateName, text: str = "", retry_in: float | None = None) -> None:
-        self._said = state
         moment = self.now()
-        self.emit(SourceState(**moment, state=state, text=text, since=moment["received"], retry_in=retry_in))
+        # Tries in between end nothing: how long nothing was heard is what counts.
+        away = ("connecting", "lost")
+        if not (state in away and self._said in away):
+            self._since = moment["received"]
+        self._said = state
+        self.was_live |= state == "live"
+        self.emit(SourceState(**moment, state=state, text=text, since=self._since, retry_in=retry_in))
 
     def now(self, at: float | None = None) -> dict[str, Any]:
         """`time` and `received` of a frame; `at`: the source's clock, when its message told it."""
@@ -113,7 +124,8 @@ class ConnectedSource(SourceBase):
 
     async def _wait(self, reason: str) -> None:
         delay = self._backoff.next_delay()
-        self.say("lost", reason, retry_in=delay)
+        # What was never there is not lost.
+        self.say("lost" if self.was_live else "connecting", reason, retry_in=delay)
         self._retry.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._retry.wait(), delay)

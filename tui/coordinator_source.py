@@ -25,6 +25,7 @@ from gshare.coordinator.api_protocol import (
     ClusterEvent,
     ClusterEventFrame,
     ClusterMessage,
+    EndNodeLeases,
     FollowCluster,
     FollowingCluster,
     FromCoordinator,
@@ -40,6 +41,7 @@ from gshare.coordinator.api_protocol import (
     ListClusterJobs,
     ListNodes,
     NodeChanged,
+    NodeLeasesEnded,
     NodeRow,
     NodeRows,
     PauseClusterJobs,
@@ -71,14 +73,14 @@ MAX_SAMPLE_PAGES = 20
 
 class CoordinatorSource(ConnectedSource):
     kind = "coordinator"
-    can = frozenset({"stop", "pause", "resume", "retry", "log", "history", "files"})
+    can = frozenset({"stop", "pause", "resume", "release", "retry", "log", "history", "files"})
 
     def __init__(self, state_dir: Path, *, cluster: Path | None = None, **options: Any) -> None:
         """`cluster`: the file that the coordinator there has to be of; None: any."""
         super().__init__(**options)
         self._cluster = cluster
         self._path = state_dir / SOCKET
-        self.title = "cluster"
+        self.title = f"cluster {cluster.stem}" if cluster is not None else "cluster"
         self.detail = str(state_dir)
         self._link: SocketLink | None = None
         self._journal_id = ""
@@ -86,6 +88,7 @@ class CoordinatorSource(ConnectedSource):
         self._old_seq = 0  # durable events up to here happened before we followed
         self._held: list[ClusterEventFrame] | None = None  # those that came while the lists were asked for
         self._jobs: dict[str, JobRow] = {}
+        self._holders: dict[str, str] = {}  # id of a reservation → a node whose ledger has it
         self._refresh = asyncio.Event()
         self._orders_wanted = True
 
@@ -104,8 +107,11 @@ class CoordinatorSource(ConnectedSource):
                 self._take,
                 what="the coordinator",
             )
-        except SocketGone:
-            raise
+        except SocketGone as error:
+            if self.was_live:
+                raise
+            text = f"no coordinator answers at {self._path} yet: `gshare submit` starts one"
+            raise SocketGone(text) from error
         except GshareError as error:
             raise Hopeless(str(error)) from None
         link = self._link
@@ -185,7 +191,8 @@ class CoordinatorSource(ConnectedSource):
             self.flush(job)
             if event.state in f.ENDED:
                 # Its attempt's end. What becomes of the job, JobMoved and JobEnded say.
-                text = f"attempt {outer.attempt} on {outer.node} is {event.state}: {event.reason}"
+                why = f": {event.reason}" if event.reason else ""
+                text = f"attempt {outer.attempt} on {outer.node} is {event.state}{why}"
                 level: f.Level = "warning" if event.state == "failed" else "info"
                 self.emit(f.Message(**moment, level=level, kind="job", text=text, job=job, node=outer.node))
             else:
@@ -194,7 +201,7 @@ class CoordinatorSource(ConnectedSource):
                         **moment,
                         job=job,
                         state=event.state,
-                        step=event.step,
+                        step=event.step if event.total_steps else None,
                         total_steps=event.total_steps or None,
                         reason=event.reason,
                         node=outer.node,
@@ -246,6 +253,9 @@ class CoordinatorSource(ConnectedSource):
 
     async def _ask_nodes(self, link: SocketLink) -> None:
         def take(rows: NodeRows) -> None:
+            self._holders = {
+                held.id: row.node for row in rows.nodes if row.info for held in row.info.reservations
+            }
             self.emit(f.Snapshot(**self.now(), nodes=tuple(_node_view(row) for row in rows.nodes)))
 
         await link.ask(NodeRows, ListNodes, then=take)
@@ -274,12 +284,27 @@ class CoordinatorSource(ConnectedSource):
             "pause": PauseClusterJobs,
             "resume": ResumeClusterJobs,
         }
-        if action not in kinds:
+        if action not in kinds and action != "release":
             return await super().act(action, targets)
         link = self._connected()
+        if action == "release":
+            return await self._release(link, targets)
         done = await link.ask(JobsDone, kinds[action], jobs=targets, timeout=COMMAND_SECONDS)
         self._refresh.set()
         return done.failed
+
+    async def _release(self, link: SocketLink, targets: list[str]) -> dict[str, str]:
+        failed = {id: "no node has it any more" for id in targets}
+        by_node: dict[str, list[str]] = {}
+        for id in targets:
+            if id in self._holders:
+                by_node.setdefault(self._holders[id], []).append(id)
+        for node, ids in by_node.items():
+            ended = await link.ask(NodeLeasesEnded, EndNodeLeases, node=node, reservations=ids)
+            for id in ids:
+                failed.pop(id)
+            failed.update(ended.failed)
+        return failed
 
     async def read_log(self, job: str = "", node: str = "", max_bytes: int = 65536) -> str:
         link = self._connected()

@@ -12,7 +12,8 @@ from gshare.tui.show import UNKNOWN, Span, age, clean, count, duration, gib, hyp
 from gshare.tui.source import FileRow
 
 Lines = list[list[Span]]
-LABEL = 10  # columns of a label
+LABEL = 10  # columns of a label at least
+MOST_LABEL = 24
 CELL = 12  # of a value beside others
 
 
@@ -40,10 +41,12 @@ def job_facts(job: Job, board: Board, files: Sequence[FileRow] | None, files_pro
         lines.append([(clean(job.reason), "bad" if job.state in ("failed", "diverged") else "dim")])
     lines += [[(f"{label:<{LABEL}}", "dim"), (value, "")] for label, value in rows]
     if job.hyper:
+        labels = [SHORT.get(name, name) for name in job.hyper]
+        wide = _width(labels)
         lines += [[], [("Hyper-parameters", "head")]]
         lines += [
-            [(f"{SHORT.get(name, name):<{LABEL}} ", "dim"), (hyper(value), "")]
-            for name, value in job.hyper.items()
+            [(f"{label:<{wide}} ", "dim"), (hyper(value), "")]
+            for label, value in zip(labels, job.hyper.values(), strict=True)
         ]
     if job.states:
         lines += [[], [("States", "head")]]
@@ -79,7 +82,11 @@ def compared_facts(jobs: Sequence[Job], board: Board) -> Lines:
         lines.append(
             [(f"{MARKERS[i]} ", f"s{i}"), (clean(job.name), f"s{i}"), ("  ", ""), *state_spans(job.state)]
         )
-    lines += [[], [(" " * LABEL, ""), *((f"{MARKERS[i]:>{CELL}}", f"s{i}") for i in range(len(jobs)))]]
+    names = dict.fromkeys(name for job in jobs for name in job.hyper)
+    rows = [(SHORT.get(name, name), [hyper(job.hyper.get(name)) for job in jobs]) for name in names]
+    rows.sort(key=lambda row: len(set(row[1])) == 1)  # those that differ first
+    wide = _width([f"  {label}" for label, _ in rows])
+    lines += [[], [(" " * wide, ""), *((f"{MARKERS[i]:>{CELL}}", f"s{i}") for i in range(len(jobs)))]]
     measured: list[tuple[str, list[str]]] = [
         ("val best", [loss(job.best_val_loss) for job in jobs]),
         ("at step", [count(job.best_step) for job in jobs]),
@@ -88,23 +95,25 @@ def compared_facts(jobs: Sequence[Job], board: Board) -> Lines:
         ("tokens/s", [count(job.tokens_per_s) for job in jobs]),
         ("ETA", [duration(job.eta_s) for job in jobs]),
     ]
-    lines += [_compared(label, values, "") for label, values in measured]
-    names = dict.fromkeys(name for job in jobs for name in job.hyper)
-    rows = [(SHORT.get(name, name), [hyper(job.hyper.get(name)) for job in jobs]) for name in names]
-    rows.sort(key=lambda row: len(set(row[1])) == 1)  # those that differ first
+    lines += [_compared(label, values, "", wide) for label, values in measured]
     if rows:
         lines += [[], [("Hyper-parameters", "head"), ("  ≠ differs", "dim")]]
     for label, values in rows:
         differs = len(set(values)) > 1
-        lines.append(_compared(f"{'≠ ' if differs else '  '}{label}", values, "mark" if differs else "dim"))
+        role = "mark" if differs else "dim"
+        lines.append(_compared(f"{'≠ ' if differs else '  '}{label}", values, role, wide))
     return lines
 
 
-def _compared(label: str, values: Sequence[str], role: str) -> list[Span]:
+def _width(labels: Sequence[str]) -> int:
+    return min(MOST_LABEL, max([LABEL, *map(len, labels)]))
+
+
+def _compared(label: str, values: Sequence[str], role: str, wide: int) -> list[Span]:
     cells = [
         (f"{value if len(value) <= CELL - 1 else value[: CELL - 2] + '…':>{CELL}}", role) for value in values
     ]
-    return [(f"{label[:LABEL]:<{LABEL}}", "dim"), *cells]
+    return [(f"{label[:wide]:<{wide}}", "dim"), *cells]
 
 
 def node_facts(node: Node, board: Board) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from gshare.agent.errors import GshareError, UsageError
@@ -18,7 +19,8 @@ def find_source(
     replay: Path | None = None,
     speed: float = 1.0,
 ) -> Source:
-    """The one that was named; else the coordinator, else the agent, else this machine with its trainers.
+    """The one that was named; else the coordinator, else the agent, else this machine with its trainers, and
+    the coordinator as soon as one runs.
 
     `cluster` names a cluster file: its coordinator is waited for if it does not run. `agent`: `HOST:PORT`, or
     the path of an agent's state directory or socket. The `…_state`: directories other than the default ones.
@@ -65,27 +67,34 @@ def _nearest(coordinator_state: Path | None, agent_state: Path | None) -> Source
     from gshare.agent.node.bridge import connect_agent
     from gshare.agent.node.state_dir import default_state_dir as default_agent_dir
     from gshare.coordinator.api_client import connect_coordinator, default_state_dir
+    from gshare.tui.nearest_source import NearestSource
 
+    if coordinator_state is not None:
+        connect_coordinator(coordinator_state).close()  # it was named: without it there is nothing to show
     directory = coordinator_state or default_state_dir()
-    try:
-        connect_coordinator(directory).close()
-    except GshareError:
-        if coordinator_state is not None:
-            raise
-    else:
-        from gshare.tui.coordinator_source import CoordinatorSource
-
-        return CoordinatorSource(directory)
+    if (source := _coordinator(directory)) is not None:
+        return source
     socket = (agent_state or default_agent_dir()) / "socket"
     try:
         connect_agent(socket).close()
     except GshareError:
-        if agent_state is not None:
-            raise
-    else:
-        from gshare.tui.agent_source import AgentSource
+        from gshare.tui.local_source import LocalSource
 
-        return AgentSource(socket)
-    from gshare.tui.local_source import LocalSource
+        return NearestSource(LocalSource(), partial(_coordinator, directory))
+    from gshare.tui.agent_source import AgentSource
 
-    return LocalSource()
+    return NearestSource(AgentSource(socket), partial(_coordinator, directory))
+
+
+def _coordinator(directory: Path) -> Source | None:
+    """Of that state directory, if it runs."""
+    from gshare.coordinator.api_client import SOCKET, connect_coordinator
+    from gshare.tui.coordinator_source import CoordinatorSource
+
+    if not (directory / SOCKET).exists():
+        return None
+    try:
+        connect_coordinator(directory).close()
+    except GshareError:
+        return None
+    return CoordinatorSource(directory)

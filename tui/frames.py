@@ -45,7 +45,7 @@ class _Frame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class SourceState(_Frame, frozen=True, kw_only=True, tag="source"):
     """How the source is. All but "live" and "ended": what is shown may be old.
 
-    connecting  nothing has come yet
+    connecting  nothing has come yet, or it is being tried again
     live        what is shown is how it is
     stale       connected, but nothing was heard for longer than the source's beat
     lost        the connection ended; tried again after `retry_in` s (None: it is not tried again)
@@ -54,7 +54,7 @@ class SourceState(_Frame, frozen=True, kw_only=True, tag="source"):
 
     state: SourceStateName
     text: str = ""  # for people: what is wrong and what is done about it
-    since: float  # Unix s, our clock
+    since: float  # Unix s, our clock; tries in between do not end a loss
     retry_in: float | None = None
 
 

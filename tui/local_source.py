@@ -186,7 +186,7 @@ class LocalSource(ConnectedSource):
                     **moment,
                     job=event.job,
                     state=event.state,
-                    step=event.step,
+                    step=event.step if event.total_steps else None,
                     total_steps=event.total_steps or None,
                     reason=event.reason,
                     node=self._node(),

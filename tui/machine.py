@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gshare.agent.errors import GshareError
 from gshare.agent.node.health import Devices, Health
 from gshare.agent.node.protocol import NodeInfo
-from gshare.agent.vram.ledger import Ledger
+from gshare.agent.vram.leases import end_leases
 from gshare.tui.frames import NodeView
 
 #: A look costs some milliseconds of ledger and driver.
@@ -52,17 +51,7 @@ class Machine:
 
     async def release(self, ids: list[str]) -> dict[str, str]:
         """Ends holds (`gshare gpu hold`); id → why not: a living process keeps its reservation."""
-        return await in_daemon(lambda: self._release(ids))
-
-    def _release(self, ids: list[str]) -> dict[str, str]:
-        failed: dict[str, str] = {}
-        ledger = Ledger()
-        for id in ids:
-            try:
-                ledger.end_lease(id)
-            except GshareError as error:
-                failed[id] = str(error)
-        return failed
+        return await in_daemon(lambda: end_leases(ids))
 
 
 def in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -108,7 +108,8 @@ class State:
         elif isinstance(frame, Checkpoint):
             job = self._job(frame.job, frame.received, changes)
             job.checkpoint_step = frame.step
-            self._tell(frame, "info", "checkpoint", f"saved a checkpoint of step {frame.step}", changes)
+            text = f"saved {_saved(frame.path)} of step {frame.step}"
+            self._tell(frame, "info", "checkpoint", text, changes)
         elif isinstance(frame, NodeState):
             self._node_state(frame, changes)
         elif isinstance(frame, Message):
@@ -146,7 +147,12 @@ class State:
         before = self.source
         self.source, changes.source = frame, True
         changes.urgent = before is None or before.state != frame.state
-        if changes.urgent and not (before is None and frame.state == "connecting"):
+        away = ("connecting", "lost")
+        # A loss is told once, not with each try that fails for the same reason.
+        again = (
+            before is not None and before.state in away and frame.state in away and frame.text == before.text
+        )
+        if changes.urgent and not again and not (before is None and frame.state == "connecting"):
             level: Level = "info" if frame.state in ("live", "ended", "connecting") else "warning"
             text = f"{frame.state}: {frame.text}" if frame.text else frame.state
             self._tell(frame, level, "source", text, changes)
@@ -218,7 +224,11 @@ class State:
         job.total_steps = frame.total_steps or job.total_steps
         job.reason = _line(frame.reason)
         job.position = 0 if frame.state != "queued" else job.position
+        # A coordinator says it, and its node does.
+        again = bool(job.states) and (job.state, job.states[-1][2]) == (frame.state, job.reason)
         self._enter(job, frame.state, frame.reason, frame.time, changes)
+        if again:
+            return
         bad = frame.state in ("failed", "diverged")
         text = f"{frame.state}: {job.reason}" if job.reason else frame.state
         self._tell(frame, "error" if bad else "info", "job", text, changes, node=job.node)
@@ -318,6 +328,14 @@ class State:
             )
         )
         changes.entries += 1
+
+
+def _saved(path: str) -> str:
+    """What lies there, by the names of a run's files."""
+    name = path.rpartition("/")[2]
+    if name == "best":
+        return "its best adapter,"
+    return "a checkpoint" if not name or name.startswith("checkpoint-") else "its adapter,"
 
 
 def _line(text: str) -> str:

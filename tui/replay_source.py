@@ -40,8 +40,9 @@ class ReplaySource(SourceBase):
         header = self._recording.header
         self.title = f"replay of {path.name}"
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(header.started))
-        note = f"; {self._recording.note}" if self._recording.note else ""
-        self.detail = f"{header.title}, {made}, gshare {header.gshare}{note}".lstrip(", ")
+        self.detail = f"{header.title}, {made}, gshare {header.gshare}".lstrip(", ")
+        # Told once: a recording whose writer was killed is shown up to there.
+        self.note = f"{path.name} {self._recording.note}" if self._recording.note else ""
         self._clock = clock
         self._position = self.start
         self._paused = False

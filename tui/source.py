@@ -35,10 +35,17 @@ class Source(Protocol):
     `can`: an `ActionName`, or "log", "history", "files", "seek" (then it is a `Replayed` too).
     """
 
-    kind: str
-    title: str
-    detail: str
-    can: frozenset[str]
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
+
+    @property
+    def can(self) -> frozenset[str]: ...
 
     async def run(self, emit: Emit) -> None:
         """Emits frames until cancelled. `emit` is quick and is called in the loop that runs this."""

@@ -23,7 +23,8 @@ _READY = ("ready", "busy", "degraded")
 _COUNTED = {
     "running": ("running", "publishing", "placing"),
     "paused": ("paused",),
-    "queued": ("queued", "waiting", "starting"),
+    "starting": ("starting",),
+    "queued": ("queued", "waiting"),
     "done": ("completed",),
     "stopped": ("stopped",),
     "failed": ("failed", "diverged"),
@@ -100,7 +101,7 @@ def _trouble(board: Board, known: SourceState, source: Source) -> str:
     if heard is not None:
         text += f"; what is shown is {age(heard)} old"
     if known.retry_in is not None:
-        left = max(0.0, known.since + known.retry_in - now)
+        left = max(0.0, known.received + known.retry_in - now)
         key = " (r: now)" if "retry" in source.can else ""
         text += f"; retry in {age(left)}{key}"
     return text

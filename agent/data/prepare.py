@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
-from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
+from gshare.agent.jobs.memory_choice import choose_estimate
 from gshare.agent.jobs.model_limits import add_model_faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, cache_bytes
 from gshare.agent.xdg import cache_dir
@@ -48,11 +49,12 @@ def locate_model(run: RunSpec, progress: Progress | None = None) -> Path:
 def prepare_requests(
     run: RunSpec, model_dir: Path, *, resume: bool, say: Callable[[str], None]
 ) -> list[JobRequest]:
-    """Every adapter's data tokenised and split once. `say` gets a line of counts a file."""
+    """Every adapter's data tokenised and split once. `say` gets a line of counts a file read."""
     requests: list[JobRequest] = []
+    known: dict[tuple[object, ...], TokenStore] = {}
     for spec in run.adapters:
-        train = _tokenise(spec, spec.data, model_dir, say)
-        val = _tokenise(spec, spec.val_data, model_dir, say) if spec.val_data else None
+        train = _tokenise(spec, spec.data, model_dir, say, known)
+        val = _tokenise(spec, spec.val_data, model_dir, say, known) if spec.val_data else None
         if val is None:
             _check_split(spec, train)
         requests.append(
@@ -69,19 +71,27 @@ def prepare_requests(
 
 
 def run_estimate(
-    run: RunSpec, model_dir: Path, requests: Sequence[JobRequest], *, on_gpu: bool
+    run: RunSpec,
+    model_dir: Path,
+    requests: Sequence[JobRequest],
+    *,
+    on_gpu: bool,
+    cards: Sequence[str] = (),
 ) -> MemoryEstimate:
-    """Memory of training `requests` together."""
+    """Memory of training `requests` together; `cards`: names of the GPUs on any of which it may be."""
     from gshare.agent.base.config import read_config
+    from gshare.agent.service.base_identity import base_identity
 
     tokens, longest = largest_pass(run)
-    return estimate_run(
+    return choose_estimate(
         ModelShape.of(read_config(model_dir)),
         [request.spec for request in requests],
         base_dtype=run.base_dtype,
         device="cuda" if on_gpu else "cpu",
         pass_tokens=tokens,
         longest_row=longest,
+        base=lambda: base_identity(model_dir),
+        cards=cards,
         trunk_cache=cache_bytes(run.trunk_cache) or 0,
         trunk_cache_host=int(run.trunk_cache_host * 2**30),
     )
@@ -103,10 +113,20 @@ def check_adapters(run: RunSpec, model_dir: Path) -> None:
     faults.raise_if_any()
 
 
-def _tokenise(spec: AdapterSpec, data: str, tokenizer_dir: Path, say: Callable[[str], None]) -> TokenStore:
+def _tokenise(
+    spec: AdapterSpec,
+    data: str,
+    tokenizer_dir: Path,
+    say: Callable[[str], None],
+    known: dict[tuple[object, ...], TokenStore],
+) -> TokenStore:
+    """From `known` where another adapter has the same: the configurations of a sweep share their data."""
     from gshare.agent.data.build import build_token_store
 
-    store = build_token_store(
+    same = (data, spec.data_format, spec.max_length, spec.on_bad_turns, spec.train_on_prompt)
+    if same in known:
+        return known[same]
+    store = known[same] = build_token_store(
         Path(data),
         tokenizer_dir,
         cache_dir=cache_dir() / "tokens",

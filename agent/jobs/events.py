@@ -7,7 +7,7 @@ the wire, complete in `metrics.jsonl`).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,11 +25,19 @@ class LastLosses(msgspec.Struct, frozen=True, kw_only=True):
     best_val_loss: float | None = None
 
 
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job was stopped before its last step; `evidence`: the numbers that show it, by name."""
+
+    pattern: Literal["divergence", "overfitting", "underperformance"]
+    step: int
+    evidence: dict[str, Any] = {}
+
+
 class JobChanged(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     """A job entered `state`; `reason` is one line for a person, empty when there is nothing to say.
 
     `last`: of a job that goes on from a checkpoint, once, when it is admitted: the steps that gave these
-    losses are not made again, so no other event tells them.
+    losses are not made again, so no other event tells them. `exit`: of one that its own losses have stopped.
     """
 
     job: str
@@ -38,6 +46,7 @@ class JobChanged(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     total_steps: int
     reason: str = ""
     last: LastLosses | None = None
+    exit: Exit | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

@@ -1,5 +1,7 @@
 """How much memory a run will take, by part, before anything is loaded: an analytic estimate.
 
+Where the base was measured on this card, `memory_choice.py` takes that instead.
+
     V vocabulary, H hidden, I intermediate, L layers, Hq/Hkv query/key heads, D head size
     T tokens of the largest pass, R its longest row, r rank
 
@@ -16,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec, BaseDtype, RunSpec
+from gshare.agent.vram.budget import FRAGMENTATION
 from gshare.kernels.logit_chunks import most_rows
 
 Device = Literal["cpu", "cuda"]
@@ -92,8 +95,12 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
+    """`fragmentation`: share that the allocator takes beyond these bytes. `source`: where they are from."""
+
     parts: tuple[MemoryPart, ...]
     device: Device
+    fragmentation: float = FRAGMENTATION
+    source: str = "estimate"
 
     @property
     def total(self) -> int:
@@ -119,7 +126,8 @@ class MemoryEstimate:
         """Lines for `--dry-run`: part, MiB, what it is. Above the total what is in it, below it the rest."""
         inside = [part for part in self.parts if self.device == "cpu" or not part.host]
         rows = [(part.name, part.nbytes, part.note) for part in inside]
-        rows.append(("total", self.total, "peak on the CPU" if self.device == "cpu" else "peak on the GPU"))
+        where = "the CPU" if self.device == "cpu" else "the GPU"
+        rows.append(("total", self.total, f"peak on {where}: {self.source}"))
         rows += [(p.name, p.nbytes, f"{p.note}; in main memory") for p in self.parts if p not in inside]
         return "\n".join(f"{name:<12} {nbytes / 2**20:>10,.1f} MiB  {note}" for name, nbytes, note in rows)
 
@@ -166,7 +174,7 @@ def estimate_run(
             does not).
         trunk_cache, trunk_cache_host: bytes that the run asks for, on the device and in main memory.
     """
-    compute = 4 if device == "cpu" or base_dtype == "fp32" else 2
+    compute = compute_bytes(base_dtype, device)
     training = _activation_bytes(shape, adapters, compute, pass_tokens)
     attention = _SCORE_MATRICES * shape.num_heads * longest_row**2 * 4 if attention_matrix else 0
     evaluation = pass_tokens * _layer_columns(shape, adapters, kept=False) * compute
@@ -178,7 +186,7 @@ def estimate_run(
             "one dense group of weights, the largest",
         ),
         MemoryPart(
-            "adapters", sum(_adapter_bytes(shape, a, compute) for a in adapters), "fp32 A, B and gradients"
+            "adapters", sum(adapter_bytes(shape, a, compute) for a in adapters), "fp32 A, B and gradients"
         ),
         MemoryPart("optimizer", sum(_optimizer_bytes(shape, a) for a in adapters), "Adam's moments"),
         MemoryPart("activations", training, f"one pass of {pass_tokens:,} tokens"),
@@ -224,7 +232,7 @@ def estimate_generation(
         positions: tokens of prompt and answer, which the cache holds.
         adapter_bytes: size of the adapter's file, fp32; 0 without one.
     """
-    compute = 4 if device == "cpu" or base_dtype == "fp32" else 2
+    compute = compute_bytes(base_dtype, device)
     kv = shape.num_kv_heads * shape.head_dim
     # One layer's keys are in memory twice while a token is added to them.
     cache = (2 * shape.num_layers + 1) * positions * kv * compute
@@ -247,6 +255,11 @@ def estimate_generation(
         MemoryPart("logits", 2 * shape.vocab_size * 4, "one row"),
     )
     return MemoryEstimate(parts, device)
+
+
+def compute_bytes(base_dtype: BaseDtype, device: Device) -> int:
+    """Of a value that is computed with: fp32 on the CPU and for an fp32 base, else bf16."""
+    return 4 if device == "cpu" or base_dtype == "fp32" else 2
 
 
 def _logits(shape: ModelShape, device: Device, compute: int, pass_tokens: int) -> MemoryPart:
@@ -305,7 +318,7 @@ def _padded(elements: int, align: int = _ALIGN) -> int:
     return math.ceil(elements / align) * align
 
 
-def _adapter_bytes(shape: ModelShape, spec: AdapterSpec, compute: int) -> int:
+def adapter_bytes(shape: ModelShape, spec: AdapterSpec, compute: int) -> int:
     """fp32 masters and gradients, and below fp32 a copy in the compute dtype."""
     elements = sum(map(_padded, _matrices(shape, spec)))
     return elements * (8 if compute == 4 else 8 + compute)

@@ -5,9 +5,11 @@ Plain typed structs; reading, defaults and validation are in `spec_file.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from gshare.agent.jobs.early_exit import EarlyExit
 
 BaseDtype = Literal["nf4", "int8", "bf16", "fp32"]
 ScheduleName = Literal["synchronized", "round_robin", "priority_val_loss", "fair"]
@@ -91,6 +93,28 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     source: str = ""  # the file it came from, for messages
 
 
+class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights that a job starts from instead of fresh ones: what another job's were after `step` steps.
+
+    A job stays a pure function: these weights, by their hash, are one more of its inputs.
+    """
+
+    directory: str  # adapter_config.json, adapter_model.safetensors, metadata.json, manifest.json
+    sha256: str  # of adapter_model.safetensors
+    parent: str  # name of the job that they were
+    step: int  # optimizer steps that it had done
+
+    @property
+    def lineage(self) -> dict[str, str | int]:
+        """What a result says of its origin: the same wherever the files lie."""
+        return {"parent": self.parent, "step": self.step, "sha256": self.sha256}
+
+
+def lineage_line(lineage: Mapping[str, object]) -> str:
+    """A `WarmStart.lineage` for people."""
+    return f"{lineage['parent']} at step {lineage['step']} (weights {str(lineage['sha256'])[:12]})"
+
+
 def cache_bytes(trunk_cache: float | str) -> int | None:
     """Bytes that `trunk_cache` asks for; None: "auto"."""
     if trunk_cache == "auto":
@@ -108,3 +132,6 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     val_hash: str | None = None
     resume: bool = False
     client: str = "local"
+    start: WarmStart | None = None  # None: A at random by the seed, B zero
+    early_exit: EarlyExit | None = None  # None: no pattern stops it
+    pause_at: int = 0  # after so many steps it pauses, evaluated and saved; 0: nowhere

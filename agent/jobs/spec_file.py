@@ -46,7 +46,8 @@ TASKS = ("instruct",)
 
 _ALIASES = {alias.replace("-", "_"): key for alias, key in FLAG_ALIASES.items()}
 _SECTIONS = ("defaults", "adapter", "sweep", "early_exit")
-_NOT_BUILT = ("sweep", "early_exit")
+#: Read by `sweep_spec.py`.
+_OF_SWEEPS = ("sweep", "early_exit")
 #: PATH_MAX is 4096 bytes; what is written inside an output directory adds its own names.
 _LONGEST_PATH = 3800
 #: Keys that only make sense for one adapter.
@@ -54,7 +55,7 @@ _OWN_KEYS = ("name", "output_dir")
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
     """A value as it was written, and where."""
 
     raw: object
@@ -64,9 +65,11 @@ class _Value:
 
 
 @dataclass
-class _Adapter:
+class AdapterTable:
+    """The keys of one adapter as they were written, from wherever each comes."""
+
     where: str
-    values: dict[str, _Value] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
 
     def label(self, key: str) -> str:
         """The place of `key` for a message, or of the adapter when it does not have it."""
@@ -82,21 +85,44 @@ def load_run_spec(path: Path, overrides: Mapping[str, object] | None = None) -> 
     Raises UsageError with one line a fault, naming file, line and key (or flag).
     """
     faults = Faults()
+    tables = read_tables(path, overrides, faults)
+    for key in _OF_SWEEPS:
+        if key in tables.file.table:
+            faults.add(tables.file.where(section=key), f"[{key}]: is for gshare sweep")
+    if tables.file.table.get("adapter", []) == []:
+        faults.add(str(path), "no [[adapter]]: name at least one, with data and output_dir")
+    return build_run(tables.run, tables.adapters, faults, source=str(path))
+
+
+@dataclass
+class Tables:
+    """A file's keys with the flags over them: the run's, those for every adapter, and each adapter's (with
+    those for every adapter in it)."""
+
+    file: TomlFile
+    run: dict[str, Value]
+    defaults: dict[str, Value]
+    adapters: list[AdapterTable]
+    flags: dict[str, Value]  # for every adapter
+
+
+def read_tables(path: Path, overrides: Mapping[str, object] | None, faults: Faults) -> Tables:
+    """What `path` and the flags say; `faults` gets what is no key or no table, values are looked at later.
+
+    UsageError when the file cannot be read.
+    """
     file = TomlFile(path)
     base_dir = path.absolute().parent
-    run: dict[str, _Value] = {}
+    run: dict[str, Value] = {}
     for key, raw in file.table.items():
-        if key in _NOT_BUILT:
-            faults.add(file.where(section=key), f"[{key}]: use gshare sweep (not built yet)")
-        elif key in RUN_TYPES:
-            run[key] = _Value(raw, f"{file.where(key)}: key {key!r}", base_dir)
+        if key in RUN_TYPES:
+            run[key] = Value(raw, f"{file.where(key)}: key {key!r}", base_dir)
         elif key not in _SECTIONS:
             where = file.where(section=key) if isinstance(raw, (dict, list)) else file.where(key)
             if key in ADAPTER_TYPES:
                 faults.add(where, f"{key!r} is a key of an adapter; put it under [defaults] or [[adapter]]")
             else:
                 faults.add(where, unknown_key(key, [*RUN_TYPES, *_SECTIONS], _ALIASES))
-
     defaults = _file_defaults(file, base_dir, faults)
     adapters = _file_adapters(file, base_dir, defaults, faults)
     run_flags, adapter_flags = _flags(overrides or {}, faults)
@@ -105,7 +131,7 @@ def load_run_spec(path: Path, overrides: Mapping[str, object] | None = None) -> 
         adapter.values |= adapter_flags
     if "model" not in run:
         faults.add(str(path), "missing key 'model': a directory, a hub id or a .gguf file")
-    return _build(run, adapters, faults, source=str(path))
+    return Tables(file, run, defaults, adapters, adapter_flags)
 
 
 def run_spec_from_flags(
@@ -128,21 +154,21 @@ def run_spec_from_flags(
     faults = Faults()
     base_dir = Path.cwd() if base_dir is None else base_dir.absolute()
     run, common = _flags(options or {}, faults, base_dir)
-    run["model"] = _Value(model, "--model", base_dir, lax=True)
-    parsed: list[_Adapter] = []
+    run["model"] = Value(model, "--model", base_dir, lax=True)
+    parsed: list[AdapterTable] = []
     for text in adapters:
         where = f"--adapter {shorten(text)}"
         values = _split_adapter(text)
         if values is None:
             faults.add(where, "expected DATA:OUT or NAME=DATA:OUT, such as data/a.jsonl:out/a")
             continue
-        own = {key: _Value(raw, where, base_dir) for key, raw in values.items()}
-        parsed.append(_Adapter(where, {**common, **own}))
+        own = {key: Value(raw, where, base_dir) for key, raw in values.items()}
+        parsed.append(AdapterTable(where, {**common, **own}))
     if not adapters:
         faults.add(
             "--adapter", "none given; name at least one, as --adapter DATA:OUT, or --adapters-config FILE"
         )
-    return _build(run, parsed, faults, source="command line")
+    return build_run(run, parsed, faults, source="command line")
 
 
 def _split_adapter(text: str) -> dict[str, str] | None:
@@ -158,18 +184,18 @@ def _split_adapter(text: str) -> dict[str, str] | None:
     return values | {"data": data, "output_dir": out}
 
 
-def _file_defaults(file: TomlFile, base_dir: Path, faults: Faults) -> dict[str, _Value]:
+def _file_defaults(file: TomlFile, base_dir: Path, faults: Faults) -> dict[str, Value]:
     table = file.table.get("defaults", {})
     table = check_section(table, ADAPTER_TYPES, f"{file.where(section='defaults')}: [defaults]", faults) or {}
-    values: dict[str, _Value] = {}
+    values: dict[str, Value] = {}
     for key, raw in table.items():
         where = f"{file.where(key, 'defaults')}: [defaults], key {key!r}"
         if key in _OWN_KEYS:
             faults.add(where, "must differ between adapters; put it under each [[adapter]]")
         elif key not in ADAPTER_TYPES:
-            faults.add(where, _unknown_adapter_key(key))
+            faults.add(where, unknown_adapter_key(key))
         else:
-            values[key] = _Value(raw, where, base_dir)
+            values[key] = Value(raw, where, base_dir)
             # Checked even when every adapter has its own.
             fault = adapter_value(key, raw)[1]
             if fault is not None:
@@ -178,17 +204,15 @@ def _file_defaults(file: TomlFile, base_dir: Path, faults: Faults) -> dict[str, 
 
 
 def _file_adapters(
-    file: TomlFile, base_dir: Path, defaults: dict[str, _Value], faults: Faults
-) -> list[_Adapter]:
+    file: TomlFile, base_dir: Path, defaults: dict[str, Value], faults: Faults
+) -> list[AdapterTable]:
     tables = file.table.get("adapter", [])
     if not isinstance(tables, list):
         faults.add(
             file.where(section="adapter"), "write [[adapter]] with double brackets: one block an adapter"
         )
         return []
-    if not tables:
-        faults.add(str(file.path), "no [[adapter]]: name at least one, with data and output_dir")
-    adapters: list[_Adapter] = []
+    adapters: list[AdapterTable] = []
     for index, entry in enumerate(tables):
         header = file.where(section="adapter", index=index)
         table = check_section(entry, ADAPTER_TYPES, f"{header}: [[adapter]] {index + 1}", faults)
@@ -200,14 +224,15 @@ def _file_adapters(
         for key, raw in table.items():
             where = f"{file.where(key, 'adapter', index)}: {label}, key {key!r}"
             if key in ADAPTER_TYPES:
-                values[key] = _Value(raw, where, base_dir)
+                values[key] = Value(raw, where, base_dir)
             else:
-                faults.add(where, _unknown_adapter_key(key))
-        adapters.append(_Adapter(f"{header}: {label}", values))
+                faults.add(where, unknown_adapter_key(key))
+        adapters.append(AdapterTable(f"{header}: {label}", values))
     return adapters
 
 
-def _unknown_adapter_key(key: str) -> str:
+def unknown_adapter_key(key: str) -> str:
+    """The message for a key that no adapter has."""
     if key in RUN_TYPES:
         return "is a key of the whole run; put it at the top of the file, above every [section]"
     return unknown_key(key, ADAPTER_TYPES, _ALIASES)
@@ -215,18 +240,18 @@ def _unknown_adapter_key(key: str) -> str:
 
 def _flags(
     options: Mapping[str, object], faults: Faults, base_dir: Path | None = None
-) -> tuple[dict[str, _Value], dict[str, _Value]]:
+) -> tuple[dict[str, Value], dict[str, Value]]:
     """Flags → (run's values, every adapter's values); aliases, `--method` and `--task` resolved."""
     base_dir = base_dir or Path.cwd()
-    run: dict[str, _Value] = {}
-    adapter: dict[str, _Value] = {}
+    run: dict[str, Value] = {}
+    adapter: dict[str, Value] = {}
     for option, raw in options.items():
         if raw is None:
             continue
         flag = f"--{option.replace('_', '-')}"
         key = option.replace("-", "_")
         key = _ALIASES.get(key, key)
-        value = _Value(list(raw) if isinstance(raw, tuple) else raw, flag, base_dir, lax=True)
+        value = Value(list(raw) if isinstance(raw, tuple) else raw, flag, base_dir, lax=True)
         if key == "task":
             if raw not in TASKS:
                 faults.add(flag, f"unknown task {shorten(raw)}; known: {', '.join(TASKS)}")
@@ -235,7 +260,7 @@ def _flags(
             if raw not in METHODS:
                 faults.add(flag, f"unknown method {shorten(raw)}; known: {', '.join(METHODS)}")
                 continue
-            key, value = "base_dtype", _Value(METHODS[str(raw)], f"{flag} {raw}", base_dir)
+            key, value = "base_dtype", Value(METHODS[str(raw)], f"{flag} {raw}", base_dir)
         if key in _OWN_KEYS or key == "data":
             faults.add(flag, "belongs to one adapter; say it as --adapter NAME=DATA:OUT")
             continue
@@ -251,7 +276,8 @@ def _flags(
     return run, adapter
 
 
-def _build(run: dict[str, _Value], adapters: list[_Adapter], faults: Faults, *, source: str) -> RunSpec:
+def build_run(run: dict[str, Value], adapters: list[AdapterTable], faults: Faults, *, source: str) -> RunSpec:
+    """The run with every value checked and filled in. UsageError with all of `faults`, if there is any."""
     values: dict[str, Any] = {}
     for key, given in run.items():
         value, fault = run_value(key, given.raw, lax=given.lax)
@@ -280,7 +306,7 @@ def _model(model: str, base_dir: Path) -> tuple[str | None, str | None]:
         return None, path_fault(model, error)
 
 
-def _adapter_values(adapter: _Adapter, faults: Faults) -> dict[str, Any]:
+def _adapter_values(adapter: AdapterTable, faults: Faults) -> dict[str, Any]:
     """The typed values of the keys that are right, `name` filled in; a fault for each other key."""
     values: dict[str, Any] = {}
     for key, given in adapter.values.items():
@@ -350,7 +376,7 @@ def path_fault(text: str, error: Exception) -> str:
     return f"{shorten(text)} cannot be used: {reason}"
 
 
-def _check_unique(built: list[tuple[_Adapter, dict[str, Any]]], faults: Faults) -> None:
+def _check_unique(built: list[tuple[AdapterTable, dict[str, Any]]], faults: Faults) -> None:
     """No two adapters of one name; no output directory that is another's or lies inside it."""
     names: set[str] = set()
     #: By place in the file: outputs at a path, and outputs somewhere below it.

@@ -45,7 +45,15 @@ class Passed:
 
 @dataclass(frozen=True)
 class Ended:
-    """`job` completed, was stopped, diverged or failed by itself: it will not run again."""
+    """`job` completed, was stopped, diverged or failed by itself, or has paused where it was asked to: it
+    will not run again, unless it is `Added`."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class Added:
+    """`job` is to run from now on: a new one, or one that has ended here before. It keeps its strikes."""
 
     job: str
 
@@ -102,7 +110,7 @@ class GiveUp:
     reason: str
 
 
-Event = Begin | Passed | Ended | Died | Moved
+Event = Begin | Passed | Ended | Added | Died | Moved
 Action = StartTrainer | Hold | Admit | MarkFailed | GiveUp
 
 
@@ -111,7 +119,7 @@ def restart_bound(n_jobs: int) -> int:
 
     Each death with jobs in flight fails a job (n at most) or gives a strike to one that is not yet
     isolated (STRIKES · n at most); before each, and at the end, one idle death may stand. Other clients'
-    jobs add at most 2 · `FOREIGN_DEATHS`.
+    jobs add at most 2 · `FOREIGN_DEATHS`. A job that was added after it had ended counts once.
     """
     return 2 * ((STRIKES + 1) * n_jobs + 1)
 
@@ -128,6 +136,7 @@ class Suspects:
         self._idle_deaths = 0
         self._foreign_deaths = 0
         self._gave_up = False
+        self._has_trainer = False  # one runs, or is being started
 
     @property
     def done(self) -> bool:
@@ -145,6 +154,10 @@ class Suspects:
         return self._alone is not None and self._isolated(self._alone)
 
     def handle(self, event: Event) -> list[Action]:
+        if isinstance(event, Died | Moved):
+            self._has_trainer = False
+        if isinstance(event, Added) and not self._gave_up:
+            return self._added(event.job)
         if self.done:
             return []
         if isinstance(event, Begin | Moved):
@@ -153,6 +166,7 @@ class Suspects:
             return self._passed(event.job, event.step)
         if isinstance(event, Ended):
             return self._ended(event.job)
+        assert isinstance(event, Died), event
         return self._died(event)
 
     def _isolated(self, job: str) -> bool:
@@ -169,6 +183,7 @@ class Suspects:
         group = self._next_group()
         self._enter(group)
         self._in_trainer = set(group)
+        self._has_trainer = True
         self._held = []
         return StartTrainer(group, alone=self._alone is not None)
 
@@ -208,10 +223,20 @@ class Suspects:
             self._held.remove(job)
         self._queue = [(name, step) for name, step in self._queue if name != job]
         if not self._alive:
+            self._alone = None
             return []
         # The others go on by themselves, unless what ended was what they waited for.
         running = self._in_trainer - set(self._held)
         return [] if running else self._admit_next()
+
+    def _added(self, job: str) -> list[Action]:
+        assert job not in self._alive, job
+        self._alive.append(job)
+        self._strikes.setdefault(job, 0)
+        if not self._has_trainer:
+            return [self._start()]
+        # Beside a job on trial, or an isolated one, nobody may run: it is admitted with the next group.
+        return [] if self._alone is not None else self._admit_next()
 
     def _died(self, event: Died) -> list[Action]:
         how = f" ({event.detail})" if event.detail else ""
@@ -230,6 +255,7 @@ class Suspects:
             (job, step) = ours[0]
             failed = MarkFailed(job, f"the trainer died at step {step} of this job, running alone{how}")
             self._ended_dead(job)
+            self._alone = None
             return [failed, self._start()] if self._alive else [failed]
         if foreign or all(self._isolated(job) for job, _ in ours):
             self._foreign_deaths += 1

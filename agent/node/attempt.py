@@ -218,6 +218,7 @@ class RunningAttempt:
             ),
             resume=(self._directory / "out" / RUN_FILE).exists(),
             on_gpu=bool(request.gpu),
+            gpu=request.gpu or "",
         )
         kept = self._directory / PREPARED
         before = _still_prepared(kept)

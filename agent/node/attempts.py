@@ -196,8 +196,10 @@ class Attempts:
             if attempt.unsaved:
                 self._save(attempt)
         used = {model_hash(a.record.request.model) for a in list(self._attempts.values()) if a.active}
-        collect_models(self._state.models, used)
-        self._blobs.collect()
+        try:
+            collect_models(self._state.models, used)
+        finally:  # whatever is in the way of one
+            self._blobs.collect()
 
     # ------------------------------------------------------------------ making and running
 
@@ -208,7 +210,7 @@ class Attempts:
         missing = self._blobs.missing(refs)
         if missing:
             names = ", ".join(ref.name[:64] for ref in missing[:3])
-            raise UsageError(
+            raise RetryLater(
                 f"attempt {request.attempt} of {request.job}: {len(missing)} of its files are not here "
                 f"({names}); send them first"
             )

@@ -104,6 +104,8 @@ class BlobStore:
         removed = 0
         with self._lock:
             for entry in os.scandir(self._directory):
+                if not entry.is_file(follow_symlinks=False):
+                    continue  # somebody else's
                 status = entry.stat(follow_symlinks=False)
                 if status.st_nlink == 1 and now - status.st_mtime > KEEP_SECONDS:
                     os.unlink(entry.path)

@@ -11,7 +11,8 @@ import socket
 import threading
 from pathlib import Path
 
-from gshare.agent.errors import EXIT_OK, RetryLater
+from gshare.agent.errors import EXIT_OK, GshareError, RetryLater
+from gshare.agent.service.peer import stranger_fault
 from gshare.agent.service.server import socket_address
 
 _BUFFER = 1 << 16
@@ -31,7 +32,8 @@ def connect_bridge(path: Path, *, stdin: int = 0, stdout: int = 1) -> int:
 
 
 def connect_agent(path: Path) -> socket.socket:
-    """A connection to the agent whose socket is `path`. RetryLater: none listens there."""
+    """A connection to the agent whose socket is `path`. RetryLater: none listens there, GshareError: another
+    user's process does."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with socket_address(path) as address:
@@ -41,6 +43,9 @@ def connect_agent(path: Path) -> socket.socket:
         raise RetryLater(
             f"{path}: no agent answers there ({error.strerror}); start one with `gshare agent`"
         ) from None
+    if fault := stranger_fault(sock):
+        sock.close()
+        raise GshareError(f"{path}: {fault}")
     return sock
 
 

@@ -13,6 +13,7 @@ import msgspec
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.names import check_name, name_fault, shorten
+from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.jobs.spec_rules import MAX_ROWS_OF_STEP, adapter_value
 from gshare.agent.node.protocol import BlobRef, StartAttempt
 
@@ -101,7 +102,9 @@ def check_start(request: StartAttempt) -> int:
     """All of it that can be told without looking at the node. Bytes that its files take."""
     check_name(request.job, what="job")
     check_attempt(request.attempt)
-    _check_spec(request)
+    faults = Faults()
+    check_spec(request.spec, f"job {request.job}", faults)
+    faults.raise_if_any()
     if len(request.data.name.split("/")) != 1:
         raise UsageError(f"data: {shorten(request.data.name)}: a plain file name is needed")
     total = check_refs([request.data], what="data")
@@ -127,17 +130,14 @@ def check_start(request: StartAttempt) -> int:
     return total
 
 
-def _check_spec(request: StartAttempt) -> None:
-    """The rules of the spec's file. Its paths and name are not used here."""
-    values = msgspec.to_builtins(request.spec)
-    faults = Faults()
-    for key, value in values.items():
+def check_spec(spec: AdapterSpec, where: str, faults: Faults) -> None:
+    """The rules of the spec's file, but for paths and name: whoever uses those checks them."""
+    for key, value in msgspec.to_builtins(spec).items():
         if key not in _OURS and (fault := adapter_value(key, value)[1]) is not None:
-            faults.add(f"job {request.job}: {key}", fault)
-    rows = request.spec.per_device_train_batch_size * request.spec.gradient_accumulation_steps
+            faults.add(f"{where}: {key}", fault)
+    rows = spec.per_device_train_batch_size * spec.gradient_accumulation_steps
     if rows > MAX_ROWS_OF_STEP:
-        faults.add(f"job {request.job}", f"{rows} rows a step; at most {MAX_ROWS_OF_STEP} are allowed")
-    faults.raise_if_any()
+        faults.add(where, f"{rows} rows a step; at most {MAX_ROWS_OF_STEP} are allowed")
 
 
 def check_attempt(attempt: int) -> int:

@@ -28,8 +28,12 @@ LINGER_SECONDS = 1.0
 #: Of what a client may send in one frame: a chunk of a file, or an attempt with thousands of references.
 MAX_CLIENT_FRAME = 2 << 20
 HELLO_SECONDS = 10.0
+#: Connections that have not said hello; more than a loop accepts at once (100), so that a hello which came
+#: with its connection is read.
+MAX_STRANGERS = 128
 _READ = 1 << 16
 HUNG_UP = "hung up"
+GAVE_WAY = "so many others connected before a hello came that this connection gave way; connect again"
 
 
 class Reader(Protocol):
@@ -69,6 +73,7 @@ class Connection:
         self._room = asyncio.Event()
         self._room.set()
         self._closing = False
+        self._giving_way = asyncio.Event()
 
     @property
     def owner(self) -> str:
@@ -76,12 +81,23 @@ class Connection:
         return self.hello.owner if self.hello is not None and self.hello.role == "coordinator" else ""
 
     async def first(self, seconds: float) -> dict[str, Any]:
-        """The first message. Gone: none came in time."""
+        """The first message. Gone: none came in time, or before `give_way`."""
+        reading = asyncio.create_task(self._next())
+        giving_way = asyncio.create_task(self._giving_way.wait())
         try:
-            message = await asyncio.wait_for(self._next(), seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise Gone(f"no hello came within {seconds:.0f} s") from None
-        return message
+            both = {reading, giving_way}
+            done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if reading in done:
+                return reading.result()
+            raise Gone(GAVE_WAY if giving_way in done else f"no hello came within {seconds:.0f} s")
+        finally:
+            for task in (reading, giving_way):
+                task.cancel()
+            await asyncio.gather(reading, giving_way, return_exceptions=True)
+
+    def give_way(self) -> None:
+        """Ends it, unless its first message is there: its place is for one who came later."""
+        self._giving_way.set()
 
     def send(self, message: msgspec.Struct) -> None:
         frame = encode(message)
@@ -192,3 +208,21 @@ class Connection:
             return frame
         event = next_event() if self.following else None
         return encode(event) if event is not None else None
+
+
+class Strangers:
+    """Connections that have not said hello yet. Of too many the oldest gives way: they shut nobody out."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Connection, None] = {}  # the oldest first
+
+    def add(self, connection: Connection) -> None:
+        self._waiting[connection] = None
+        if len(self._waiting) > MAX_STRANGERS:
+            oldest = next(iter(self._waiting))
+            self.remove(oldest)
+            oldest.give_way()
+
+    def remove(self, connection: Connection) -> None:
+        """It has said hello, or is gone."""
+        self._waiting.pop(connection, None)

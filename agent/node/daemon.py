@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from gshare.agent.node.loop_errors import LoopErrors
 from gshare.agent.node.server import NodeServer
 from gshare.agent.node.state_dir import StateDir, open_state_dir
 from gshare.agent.service.registry import collect_dead
-from gshare.agent.service.server import socket_address
+from gshare.agent.service.server import bound_socket
 
 #: Below systemd's own 90 s: what has not checkpointed by then does so when its client is gone.
 DRAIN_SECONDS = 60.0
@@ -93,13 +92,10 @@ class Daemon:
     async def _listen(self, server: NodeServer) -> asyncio.AbstractServer:
         path = self.state.socket
         path.unlink(missing_ok=True)  # we hold the lock: whoever bound it is dead
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with socket_address(path) as address:
-                sock.bind(address)
+            sock = bound_socket(path)
         except OSError as error:
             raise GshareError(f"{path}: {error.strerror}") from None
-        path.chmod(0o600)  # before listen, and inside a directory of mode 0700
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await server.serve(reader, writer, "this machine")
@@ -116,11 +112,19 @@ class Daemon:
         await gate(server)
 
     async def _keep_house(self, server: NodeServer) -> None:
+        """One chore that fails keeps none of the others from being done, and never ends the agent."""
+        told = ""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(server.attempts.collect)
-                await asyncio.to_thread(server.bundles.expire)
+            for chore in (server.attempts.collect, server.bundles.expire):
+                try:
+                    await asyncio.to_thread(chore)
+                except Exception as error:
+                    if str(error) != told:  # a file in the way for a night is told of once
+                        told = str(error)
+                        asyncio.get_running_loop().call_exception_handler(
+                            {"message": "housekeeping", "exception": error}
+                        )
 
 
 def tell(text: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import psutil
 from gshare.agent.errors import GshareError
+from gshare.agent.jobs.names import plain
 from gshare.agent.node.durable import free_bytes
 from gshare.agent.node.protocol import GpuInfo, NodeInfo, ReservationInfo
 from gshare.agent.vram.ledger import Ledger
@@ -71,14 +72,21 @@ class Health:
         *,
         attempts_running: int,
         problems: Sequence[str] = (),
+        models: Sequence[str] = (),
     ) -> NodeInfo:
-        """The node now; `problems` of the agent itself come first. `devices` None: they did not answer."""
+        """The node now; `problems` of the agent itself come first. `devices` None: they did not answer.
+        `models` are paths, or hub ids, which are not looked for."""
         found = list(problems)
         if devices is None:
             devices = Devices(
                 problems=["the GPU driver or the ledger does not answer: see dmesg and `gshare gpu status`"]
             )
         found += devices.problems
+        found += [
+            f"{plain(model)[:300]}, in `models` of cluster.toml, is not there; correct the path"
+            for model in models
+            if model.startswith(("/", "~")) and not os.path.exists(os.path.expanduser(model))
+        ]
         memory = psutil.virtual_memory()
         disk_free = self._disk_free(found)
         linger = self._lingers()
@@ -243,6 +251,7 @@ def _reservations(seen: Status) -> list[ReservationInfo]:
             created=now - (row.age_s or 0.0),
             state="held",
             clients={client.name: client.budget_mb for client in row.clients},
+            lease=row.lease_left_s is not None,
         )
         for device in seen.devices
         for row in device.reservations

@@ -65,8 +65,10 @@ def collect_models(models: Path, used: Collection[str], now: float | None = None
     """Removes those that are not `used` (by hash) and were last placed a week ago. How many."""
     now = time.time() if now is None else now
     removed = 0
-    for entry in models.iterdir():
-        if entry.name not in used and now - entry.stat().st_mtime > KEEP_SECONDS:
-            shutil.rmtree(entry, ignore_errors=True)
+    for entry in os.scandir(models):
+        if entry.name in used or not entry.is_dir(follow_symlinks=False):
+            continue
+        if now - entry.stat(follow_symlinks=False).st_mtime > KEEP_SECONDS:
+            shutil.rmtree(entry.path, ignore_errors=True)
             removed += 1
     return removed

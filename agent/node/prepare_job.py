@@ -27,6 +27,7 @@ class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSpec
     resume: bool
     on_gpu: bool
+    gpu: str = ""  # its UUID
 
 
 class PreparedJob(msgspec.Struct, frozen=True, kw_only=True, tag="prepared"):
@@ -60,6 +61,7 @@ def prepare_job(asked: PrepareJob) -> PrepareAnswer:
     from gshare.agent.data.prepare import check_adapters, locate_model, prepare_requests, run_estimate
     from gshare.agent.service.base_identity import base_identity
     from gshare.agent.vram.budget import with_allowance, with_fragmentation
+    from gshare.agent.vram.ledger import Ledger
 
     try:
         model_dir = locate_model(asked.run)
@@ -72,7 +74,9 @@ def prepare_job(asked: PrepareJob) -> PrepareAnswer:
     try:
         check_adapters(asked.run, model_dir)
         requests = prepare_requests(asked.run, model_dir, resume=asked.resume, say=notes.append)
-        estimate = run_estimate(asked.run, model_dir, requests, on_gpu=asked.on_gpu)
+        devices = Ledger().list_devices() if asked.on_gpu else ()
+        cards = [device.name for device in devices if device.uuid == asked.gpu]
+        estimate = run_estimate(asked.run, model_dir, requests, on_gpu=asked.on_gpu, cards=cards)
     except UsageError as error:
         return NotPrepared(reason=str(error), fault="job")
     except (GshareError, RetryLater) as error:
@@ -83,8 +87,8 @@ def prepare_job(asked: PrepareJob) -> PrepareAnswer:
         model_dir=str(model_dir.absolute()),
         request=requests[0],
         base=base_identity(model_dir) or "",
-        budget_mb=with_allowance(estimate.total) if asked.on_gpu else None,
-        part_mb=with_fragmentation(estimate.added),
+        budget_mb=with_allowance(estimate.total, estimate.fragmentation) if asked.on_gpu else None,
+        part_mb=with_fragmentation(estimate.added, estimate.fragmentation),
         resident_mb=with_fragmentation(estimate.resident),
         notes=notes,
     )

@@ -68,6 +68,7 @@ class NodeHello(_Message, frozen=True, kw_only=True, tag="node_hello"):
 
 class DescribeNode(_Message, frozen=True, kw_only=True, tag="describe"):
     id: int
+    models: list[str] = []  # of the node's `models` in cluster.toml: a path that is not there is told
 
 
 class HoldBlobs(_Message, frozen=True, kw_only=True, tag="hold_blobs"):
@@ -217,6 +218,16 @@ class ReadLog(_Message, frozen=True, kw_only=True, tag="read_log"):
     max_bytes: int = 65536
 
 
+class EndLeases(_Message, frozen=True, kw_only=True, tag="end_leases"):
+    """End these holds (`gshare gpu hold`) in the node's ledger; answered by `LeasesEnded`.
+
+    Observers may: whoever is connected is the agent's own user, whose holds alone are ended.
+    """
+
+    id: int
+    reservations: list[str]  # `ReservationInfo.id`
+
+
 class DrainNode(_Message, frozen=True, kw_only=True, tag="drain"):
     """Start nothing new. `stop`: checkpoint and stop what runs, and exit when all has ended."""
 
@@ -240,6 +251,7 @@ NodeRequest = (
     | ReleaseBundle
     | ReadSamples
     | ReadLog
+    | EndLeases
     | DrainNode
 )
 
@@ -288,6 +300,7 @@ class ReservationInfo(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     reason: str = ""
     clients: dict[str, int] = {}  # client → its part, MiB
+    lease: bool | None = None  # a hold, which `EndLeases` ends; None: not said
 
 
 class NodeInfo(_Message, frozen=True, kw_only=True, tag="node_info"):
@@ -356,6 +369,13 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int = 0  # the newest checkpoint that can be pulled; 0: none
 
 
+class LeasesEnded(_Message, frozen=True, kw_only=True, tag="leases_ended"):
+    """`failed`: id of a reservation → why it stays."""
+
+    reply_to: int
+    failed: dict[str, str] = {}
+
+
 class Attempts(_Message, frozen=True, kw_only=True, tag="attempts"):
     reply_to: int
     attempts: list[AttemptStatus]
@@ -415,6 +435,7 @@ NodeReply = (
     | Chunk
     | Samples
     | LogText
+    | LeasesEnded
     | NodeDone
 )
 

@@ -26,7 +26,16 @@ from gshare.agent.node.attempts import Attempt, Attempts
 from gshare.agent.node.blobs import BlobStore
 from gshare.agent.node.bundles import METRICS, Bundles
 from gshare.agent.node.checks import check_owner
-from gshare.agent.node.connection import HELLO_SECONDS, HUNG_UP, Connection, Gone, Reader, Writer
+from gshare.agent.node.connection import (
+    GAVE_WAY,
+    HELLO_SECONDS,
+    HUNG_UP,
+    Connection,
+    Gone,
+    Reader,
+    Strangers,
+    Writer,
+)
 from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Devices, Health
 from gshare.agent.node.journal import NodeJournal
@@ -43,8 +52,11 @@ from gshare.agent.node.protocol import (
 from gshare.agent.node.samples import read_log, read_samples
 from gshare.agent.node.state_dir import StateDir
 from gshare.agent.service.wire import WireError, convert
+from gshare.agent.vram.leases import end_leases
 
 MAX_CLIENTS = 64
+#: Of these, so many are for coordinators: who only looks keeps nobody out who steers.
+FOR_COORDINATORS = 8
 #: A coordinator asks how the node is every 15 s. One that was silent for three of these is a dead connection
 #: that TCP has not noticed; a new session may take its place.
 SILENT_SECONDS = 45.0
@@ -74,6 +86,7 @@ class NodeServer:
         self._drain = drain
         self._identity = state.identity()
         self._connections: set[Connection] = set()
+        self._strangers = Strangers()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.journal = NodeJournal(state.journal)
         self.blobs = BlobStore(state.blobs)
@@ -98,6 +111,7 @@ class NodeServer:
             protocol.ReleaseBundle: self._release,
             protocol.ReadSamples: self._read_samples,
             protocol.ReadLog: self._read_log,
+            protocol.EndLeases: self._end_leases,
             protocol.DrainNode: self._drain_node,
         }
 
@@ -144,11 +158,8 @@ class NodeServer:
         task = asyncio.current_task()
         assert task is not None
         connection = Connection(reader, writer, peer)
-        if len(self._tasks) >= 2 * MAX_CLIENTS:
-            # So many have not said hello yet; each has a few seconds for it.
-            await connection.hang_up()
-            return
         self._tasks.add(task)
+        self._strangers.add(connection)
         last: msgspec.Struct | None = None
         try:
             if await self._greet(connection, hello_seconds):
@@ -159,8 +170,9 @@ class NodeServer:
             last = NodeRefused(reply_to=0, reason=f"{error}; the connection is closed")
         except Gone as gone:
             if connection.hello is None and str(gone) != HUNG_UP:
-                last = NodeRefused(reply_to=0, reason=str(gone))
+                last = NodeRefused(reply_to=0, reason=str(gone), retry=str(gone) == GAVE_WAY)
         finally:
+            self._strangers.remove(connection)
             self._connections.discard(connection)
             self._tasks.discard(task)
             await connection.hang_up(last)
@@ -180,6 +192,7 @@ class NodeServer:
 
     async def _greet(self, connection: Connection, hello_seconds: float) -> bool:
         hello = convert(await connection.first(hello_seconds), FromNodeClient)
+        self._strangers.remove(connection)
         if not isinstance(hello, NodeClientHello):
             raise WireError("the first message must be a hello")
         refusal = self._refusal(hello)
@@ -213,8 +226,9 @@ class NodeServer:
             )
         if max(len(hello.client), len(hello.session)) > MAX_TEXT:
             return no(f"client and session: at most {MAX_TEXT} characters")
-        if len(self._connections) >= MAX_CLIENTS:
-            return no(f"this agent has {MAX_CLIENTS} clients already", retry=True)
+        room = MAX_CLIENTS - (FOR_COORDINATORS if hello.role == "observer" else 0)
+        if len(self._connections) >= room:
+            return no(f"this agent has {len(self._connections)} clients already", retry=True)
         if hello.role == "observer":
             return None
         try:
@@ -263,15 +277,25 @@ class NodeServer:
     async def _describe(self, connection: Connection, request: protocol.DescribeNode) -> msgspec.Struct:
         problems = [f"the journal has gaps: {self.journal.problem}"] if self.journal.problem else []
         running = self.attempts.running
-        if self._looking is None:
+        # One look for all who ask meanwhile. Each keeps it for itself: the first who wakes up takes it away.
+        looking = self._looking
+        if looking is None:
             # A thread of its own: a driver that hangs must not use up those that serve files.
-            self._looking = asyncio.get_running_loop().run_in_executor(self._looker, self._health.devices)
-        await asyncio.wait({self._looking}, timeout=DRIVER_SECONDS)
+            looking = asyncio.get_running_loop().run_in_executor(self._looker, self._health.devices)
+            self._looking = looking
+        await asyncio.wait({looking}, timeout=DRIVER_SECONDS)
         devices = None
-        if self._looking.done():
-            devices, self._looking = self._looking.result(), None
+        if looking.done():
+            if self._looking is looking:
+                self._looking = None
+            devices = looking.result()
         return await asyncio.to_thread(
-            self._health.describe, request.id, devices, attempts_running=running, problems=problems
+            self._health.describe,
+            request.id,
+            devices,
+            attempts_running=running,
+            problems=problems,
+            models=request.models,
         )
 
     async def _hold(self, connection: Connection, request: protocol.HoldBlobs) -> msgspec.Struct:
@@ -392,6 +416,14 @@ class NodeServer:
             path = self._state.log
         text = await asyncio.to_thread(read_log, path, request.max_bytes)
         return protocol.LogText(reply_to=request.id, text=text)
+
+    async def _end_leases(self, connection: Connection, request: protocol.EndLeases) -> msgspec.Struct:
+        failed = await asyncio.to_thread(end_leases, request.reservations)
+        assert connection.hello is not None  # it comes before any request
+        for id in request.reservations:
+            if id not in failed:
+                self.say("info", f"{connection.hello.client} ended the hold {id}")
+        return protocol.LeasesEnded(reply_to=request.id, failed=failed)
 
     async def _drain_node(self, connection: Connection, request: protocol.DrainNode) -> msgspec.Struct:
         others = self.attempts.active_owners() - {connection.owner}

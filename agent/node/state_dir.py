@@ -102,6 +102,13 @@ def open_state_dir(path: Path | None) -> StateDir:
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(0o700)
+        for entry in path.iterdir():  # what was put there while it was open to others
+            owner = entry.lstat().st_uid
+            if owner not in (os.getuid(), 0):
+                raise UsageError(
+                    f"--state-dir {path}: {entry.name} in it belongs to user id {owner}, not to you; remove "
+                    "it, or choose another directory"
+                )
         for name in _FOLDERS:
             (path / name).mkdir(exist_ok=True, mode=0o700)
     except FileExistsError:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import struct
 import time
 from pathlib import Path
 
@@ -14,12 +12,12 @@ from gshare.agent.errors import GshareError, RetryLater
 from gshare.agent.node.bridge import connect_agent
 from gshare.agent.node.daemon import DRAIN_SECONDS, LEAVE_SECONDS
 from gshare.agent.node.install import stop_unit_of
+from gshare.agent.service.peer import peer_of
 from gshare.agent.service.registry import is_held
 
 #: It checkpoints what runs, then hangs up; ten seconds more for a loaded machine.
 STOP_SECONDS = DRAIN_SECONDS + LEAVE_SECONDS + 10.0
 _POLL = 0.05
-_UCRED = "3i"  # pid, uid, gid: unix(7)
 
 
 def stop_agent(state_dir: Path) -> int:
@@ -30,9 +28,7 @@ def stop_agent(state_dir: Path) -> int:
         raise RetryLater(f"no agent runs on {state_dir}") from None
     with sock:
         # Of the process that listens, by the kernel's word: an agent of any version, or full of clients.
-        pid, _, _ = struct.unpack(
-            _UCRED, sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_UCRED))
-        )
+        pid = peer_of(sock).pid
     if pid <= 0:
         raise GshareError(f"the agent on {state_dir} runs in another container; stop it there")
     # Its unit would start it again at once.

@@ -32,12 +32,13 @@ from gshare.agent.service.protocol import (
     ListJobs,
     Refused,
     TrainerHello,
+    WeightsTaken,
 )
 from gshare.agent.service.registry import LOCK, is_held
 from gshare.agent.service.server import connect_socket
 from gshare.agent.service.wire import FrameReader, convert, encode
 
-Reply = Done | Refused | Jobs | Following
+Reply = Done | Refused | WeightsTaken | Jobs | Following
 M = TypeVar("M", bound=msgspec.Struct)
 
 #: A reply that no round delays (list, follow, hello) comes at once; this long means that something is wrong.
@@ -119,7 +120,7 @@ class TrainerClient:
         return self._list().jobs
 
     def others(self) -> int:
-        """How many other clients the trainer has now."""
+        """How many other clients the trainer stays for."""
         return max(0, self._list().clients - 1)
 
     def _list(self) -> Jobs:

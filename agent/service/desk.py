@@ -14,10 +14,11 @@ import msgspec
 from gshare.agent.errors import GshareError, RetryLater
 from gshare.agent.jobs.events import ENDED, Event, JobChanged
 from gshare.agent.jobs.names import check_name
-from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.service.output_dir import OutputClaim, RunRecord
+from gshare.agent.jobs.spec import JobRequest, WarmStart
+from gshare.agent.service.output_dir import START_DIR, OutputClaim, RunRecord
 from gshare.agent.service.parts import Parts
 from gshare.agent.service.protocol import (
+    STOPPED_BY,
     Done,
     JobStatus,
     JoinTrainer,
@@ -28,6 +29,8 @@ from gshare.agent.service.protocol import (
     Shutdown,
     StopJobs,
     SubmitJobs,
+    TakeWeights,
+    WeightsTaken,
 )
 from gshare.agent.service.registry import TrainerConfig, append_line
 from gshare.agent.service.server import Command, Connection
@@ -45,6 +48,7 @@ class Runner(Protocol):
     def stop(self, job: str, reason: str) -> None: ...
     def pause(self, job: str) -> None: ...
     def resume(self, job: str) -> None: ...
+    def take_weights(self, job: str, directory: Path) -> WarmStart: ...
     def run_round(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -91,13 +95,15 @@ class Desk:
             self._join(connection, request)
         elif isinstance(request, SubmitJobs):
             self._submit(connection, request)
+        elif isinstance(request, TakeWeights):
+            self._take_weights(connection, request)
         else:
             done: list[str] = []
             failed: dict[str, str] = {}
             if isinstance(request, StopJobs):
                 own = [job for job, owner in self._owner.items() if owner == connection.key]
                 done, failed = self.stop(
-                    request.jobs or own, request.reason or f"stopped by {connection.client}"
+                    request.jobs or own, request.reason or f"{STOPPED_BY}{connection.client}"
                 )
             elif isinstance(request, PauseJobs):
                 done, failed = self._each(request.jobs, self._engine.pause)
@@ -108,6 +114,16 @@ class Desk:
             elif isinstance(request, Shutdown):
                 self.shutdown = True
             self._reply(connection, Done(reply_to=request.id, jobs=done, failed=failed))
+
+    def _take_weights(self, connection: Connection, request: TakeWeights) -> None:
+        try:
+            self._check_active(request.job)
+            if Path(request.directory).name != START_DIR:  # what is there is replaced
+                raise GshareError(f"{request.directory}: weights for a clone go into a folder {START_DIR!r}")
+            start = self._engine.take_weights(request.job, Path(request.directory))
+            self._reply(connection, WeightsTaken(reply_to=request.id, start=start))
+        except GshareError as error:
+            self._reply(connection, Refused(reply_to=request.id, reason=str(error)))
 
     def stop(self, jobs: Sequence[str], reason: str) -> tuple[list[str], dict[str, str]]:
         """Checkpoint and stop: those that were, and why the others were not."""
@@ -283,6 +299,8 @@ class Desk:
         if spec.name in self._table.active() or promised:
             raise GshareError(f"job {spec.name}: a job of this name runs in this trainer; choose another")
         claim = OutputClaim(self._run_record(request), resume=request.resume)
+        # A clone that was stopped goes on from what its directory says, whoever resumes it.
+        request = msgspec.structs.replace(request, start=claim.run.start)
         status = JobStatus(
             job=spec.name, state="queued", client=connection.client, output_dir=spec.output_dir
         )
@@ -309,4 +327,5 @@ class Desk:
             spec=request.spec,
             train_hash=request.train_hash,
             val_hash=request.val_hash,
+            start=request.start,
         )

@@ -135,7 +135,7 @@ class Finder:
             self._say(f"{full}; trying again for {ROOM_SECONDS:.0f} s")
         elif now > self._room_until:
             raise full
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NoRoom):
             collect_dead()
 
     def switch(self, own: Spawned | Joined) -> None:

@@ -15,17 +15,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gshare.agent.service.breadcrumb import FILE_NAME as IN_FLIGHT
 from gshare.agent.service.environment import trainer_environment
 from gshare.agent.service.log_stream import open_log
 from gshare.agent.service.registry import (
     LOCK,
     SUPERVISOR,
     TrainerConfig,
+    above_stdio,
     create_trainer_dir,
     is_held,
+    not_made,
+    remove_trainer_dir,
     share_lock,
     state_dir,
 )
+from gshare.agent.service.server import bound_socket
 
 #: How long a trainer that hung up on its client is waited for.
 DEATH_SECONDS = 10.0
@@ -90,7 +95,11 @@ class Joined:
             return None
         if fd is None:
             return None
-        return cls(directory, state_dir() / "logs" / f"{directory.name}.log", fd)
+        try:
+            log = state_dir() / "logs" / f"{directory.name}.log"
+        except OSError:  # no room for it: the one who started the trainer has said so
+            log = Path(os.devnull)
+        return cls(directory, log, fd)
 
     def wait_dead(self, timeout: float = DEATH_SECONDS) -> int | None:
         """None: how it ended is in its directory, if anywhere. One that lives on is not ours to kill: it has
@@ -113,15 +122,25 @@ class Joined:
 
 
 def spawn_trainer(config: TrainerConfig) -> Spawned:
-    """Starts a trainer in a session of its own, so that the terminal's signals do not reach it."""
+    """Starts a trainer in a session of its own, so that the terminal's signals do not reach it.
+
+    NoRoom: the disk is full.
+    """
     directory, lock, supervisor = create_trainer_dir(config)
+    try:
+        bound = _make_files(directory)
+    except OSError as error:
+        for fd in (lock, supervisor):
+            os.close(fd)
+        remove_trainer_dir(directory)
+        raise not_made(directory.parent, "a trainer needs its files", error) from None
     log, output, no_log = open_log(directory.name)
     try:
         with output:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "gshare.agent.service.trainer"),
-                    *("--dir", str(directory), "--lock-fd", str(lock)),
+                    *("--dir", str(directory), "--lock-fd", str(lock), "--socket-fd", str(bound)),
                 ],
                 # `-m` puts the working directory on sys.path (Python 3.10 has no PYTHONSAFEPATH), and in a
                 # clone of gshare the room `kernels` would hide the package that transformers imports.
@@ -131,11 +150,21 @@ def spawn_trainer(config: TrainerConfig) -> Spawned:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                pass_fds=(lock,),
+                pass_fds=(lock, bound),
             )
     finally:
-        os.close(lock)  # the trainer has its own copy, and must be the only one who keeps it locked
+        # The trainer has its own copies, and must be the only one who keeps the lock and the socket.
+        os.close(lock)
+        os.close(bound)
     return Spawned(directory, process, log, supervisor, no_log)
+
+
+def _make_files(directory: Path) -> int:
+    """What a trainer does not start without, made here, where a full disk can be waited for: in the trainer
+    it would be a crash, and its jobs would be blamed. Returns the descriptor of its bound socket."""
+    for name in (IN_FLIGHT, "journal.jsonl"):
+        os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    return above_stdio(bound_socket(directory / "socket").detach())
 
 
 def _last_line(log: Path) -> str:

@@ -167,6 +167,15 @@ def why_not(config: TrainerConfig) -> str:
     return ""
 
 
+def why_not_this(mine: TrainerConfig, theirs: TrainerConfig) -> str:
+    """Why that trainer cannot be joined; empty when it can."""
+    if theirs.join_key and theirs.join_key == mine.join_key:
+        return "" if mine.gpu is None or _common_gpus(mine, theirs) else "it is on another GPU"
+    if mine.base != theirs.base:
+        return f"{theirs.model_dir} has other weights than it has loaded"
+    return _difference(mine, theirs) or "it is its client's alone"
+
+
 def _difference(mine: TrainerConfig, theirs: TrainerConfig) -> str:
     passes = ("max_tokens_per_pass", "max_adapters_per_pass", "trunk_cache", "trunk_cache_host")
     for name in ("base_dtype", "schedule", *passes, "runner"):

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
-from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.spec import AdapterSpec, WarmStart, lineage_line
 from gshare.agent.service.registry import is_held, take_lock, write_json
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
+#: The weights that a warm clone starts from.
+START_DIR = "start"
 #: How `gshare finetune` goes on with a run.
 GO_ON = "continue it with --resume"
 
@@ -41,6 +43,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     base: str | None = None  # `base_identity` of the model; None: not found yet, or nothing to tell it from
     train_hash: str | None = None  # None: not tokenised yet (the client's first check)
     val_hash: str | None = None
+    start: WarmStart | None = None  # of a warm clone: whose weights it started from
 
 
 def check_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> None:
@@ -58,7 +61,7 @@ def check_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> Non
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{where} is not writable")
     results = _results(directory)
-    before = _read_record(directory, where)
+    before = read_record(directory, where)
     if before is None:
         if results:
             raise UsageError(
@@ -66,7 +69,7 @@ def check_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> Non
                 "choose an empty directory"
             )
         return
-    changes = _changes(before, run)
+    changes = _changes(before, _with_start(run, before) if resume else run)
     if not resume:
         if changes:
             raise UsageError(
@@ -106,6 +109,7 @@ class OutputClaim:
 
     def __init__(self, run: RunRecord, *, resume: bool) -> None:
         """`UsageError`: another run; `RetryLater`: another trainer is there; `GshareError`: cannot write."""
+        self.run = run  # as it is written: with the start that a resumed clone had
         self.directory = Path(run.spec.output_dir)
         check_free_output_dir(run, resume=resume)
         try:
@@ -124,7 +128,10 @@ class OutputClaim:
             # Again under the lock: another trainer may have finished here since the first look.
             check_output_dir(run, resume=resume)
             self._fresh = not (self.directory / RUN_FILE).exists()
-            write_json(self.directory / RUN_FILE, run)
+            before = read_record(self.directory)
+            if resume and before is not None:
+                self.run = _with_start(run, before)
+            write_json(self.directory / RUN_FILE, self.run)
         except OSError as error:
             self.release()
             raise GshareError(f"{self.directory / RUN_FILE}: {error.strerror}") from None
@@ -159,8 +166,19 @@ def _results(directory: Path) -> list[str]:
     return found
 
 
-def _read_record(directory: Path, where: str) -> RunRecord | None:
+def _with_start(run: RunRecord, before: RunRecord) -> RunRecord:
+    """A resume need not say what the run started from: its directory does, and has these weights."""
+    if run.start is not None or before.start is None:
+        return run
+    directory = str(Path(run.spec.output_dir) / START_DIR)
+    return msgspec.structs.replace(run, start=msgspec.structs.replace(before.start, directory=directory))
+
+
+def read_record(directory: Path, where: str = "") -> RunRecord | None:
+    """What a directory's results were made from; None: nothing of gshare's is there. UsageError, beginning
+    with `where`: it cannot be read."""
     path = directory / RUN_FILE
+    where = where or str(directory)
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
@@ -181,6 +199,8 @@ def _changes(before: RunRecord, now: RunRecord) -> list[str]:
     old: dict[str, Any] = msgspec.to_builtins(before.spec)
     new: dict[str, Any] = msgspec.to_builtins(now.spec)
     changes += [f"{key}: {old[key]} → {new[key]}" for key in new if old[key] != new[key]]
+    if _lineage(before) != _lineage(now):
+        changes.append(f"start: {_lineage(before)} → {_lineage(now)}")
     for key, was, now_is in (
         ("training data", before.train_hash, now.train_hash),
         ("validation data", before.val_hash, now.val_hash),
@@ -188,6 +208,10 @@ def _changes(before: RunRecord, now: RunRecord) -> list[str]:
         if was is not None and now_is is not None and was != now_is:
             changes.append(f"{key}: tokens {was[:12]} → {now_is[:12]}")
     return changes
+
+
+def _lineage(run: RunRecord) -> str:
+    return "fresh weights" if run.start is None else lineage_line(run.start.lineage)
 
 
 def _model_change(before: RunRecord, now: RunRecord) -> str:

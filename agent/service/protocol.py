@@ -6,7 +6,7 @@ Field names are frozen by tests/test_service_protocol.py.
       ClientHello  ───────────────────────►
                    ◄───────────────────────  TrainerHello | Refused (and the connection is closed)
       SubmitJobs, StopJobs, … (id = n) ────►
-                   ◄───────────────────────  Done | Refused | Jobs | Following (reply_to = n)
+                   ◄───────────────────────  Done | Refused | WeightsTaken | Jobs | Following (reply_to = n)
                    ◄───────────────────────  EventFrame …            after a Follow
 
 Any number of clients may be connected and each may submit at any time. A client that did not start the
@@ -15,16 +15,19 @@ submitted it: when that connection ends without `Detach`, the job is checkpointe
 the same user: the socket is 0600) may list, follow, stop, pause and resume any job.
 
 Durable events carry `seq` ≥ 1 and come exactly once to a client that says where it stopped; samples
-(`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly.
+(`Stepped`) carry `seq` 0 and may be dropped when the client reads slowly. A trainer stays for clients
+that have brought jobs, not for those that only look.
 """
 
 from __future__ import annotations
 
 import msgspec
 from gshare.agent.jobs.events import Event, JobStateName
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, WarmStart
 
 PROTOCOL_VERSION = 1
+#: How the reason of a stop begins that gave none itself: whose word it was follows.
+STOPPED_BY = "stopped by "
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -105,6 +108,17 @@ class ResumeJobs(_Message, frozen=True, tag="resume"):
     jobs: list[str]
 
 
+class TakeWeights(_Message, frozen=True, tag="take_weights"):
+    """Write the job's weights, as they are between two rounds, into `directory`: a clone starts from them.
+
+    Answered by `WeightsTaken` or `Refused`; the job goes on as if nothing had been asked.
+    """
+
+    id: int
+    job: str
+    directory: str
+
+
 class ListJobs(_Message, frozen=True, tag="list"):
     id: int
 
@@ -140,6 +154,7 @@ Request = (
     | StopJobs
     | PauseJobs
     | ResumeJobs
+    | TakeWeights
     | ListJobs
     | Follow
     | Detach
@@ -164,6 +179,11 @@ class Refused(_Message, frozen=True, tag="refused"):
     reason: str
 
 
+class WeightsTaken(_Message, frozen=True, tag="weights_taken"):
+    reply_to: int
+    start: WarmStart
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `gshare jobs list`."""
 
@@ -183,7 +203,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Jobs(_Message, frozen=True, tag="jobs"):
     reply_to: int
     jobs: list[JobStatus]
-    clients: int = 0  # connected now, the asker included
+    clients: int = 0  # connected now, those that only look left out
 
 
 class Following(_Message, frozen=True, tag="following"):
@@ -202,4 +222,4 @@ class EventFrame(_Message, frozen=True, tag="event"):
 
 
 FromClient = ClientHello | Request
-FromTrainer = TrainerHello | Done | Refused | Jobs | Following | EventFrame
+FromTrainer = TrainerHello | Done | Refused | WeightsTaken | Jobs | Following | EventFrame

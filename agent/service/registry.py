@@ -120,8 +120,8 @@ def runtime_dir() -> Path:
     """`$XDG_RUNTIME_DIR/gshare`, else `/tmp/gshare-<uid>`; made 0700, refused when it is not ours."""
     xdg = os.environ.get("XDG_RUNTIME_DIR", "")
     if xdg and os.path.isabs(xdg) and os.path.isdir(xdg):
-        return private_dir(Path(xdg) / "gshare")
-    return private_dir(Path(f"/tmp/gshare-{os.getuid()}"))
+        return _runtime_part(Path(xdg) / "gshare")
+    return _runtime_part(Path(f"/tmp/gshare-{os.getuid()}"))
 
 
 def state_dir() -> Path:
@@ -134,7 +134,8 @@ def state_dir() -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Makes `path` (0700) or checks that it is a directory, no symlink, ours, and closed to others.
+    """Makes `path` (0700) or checks that it is a directory, no symlink, ours, and closed to others. Raises
+    `OSError` when it cannot be made.
 
     /tmp is everybody's: without the check another user could have made the directory first and read or
     replace the socket in it.
@@ -155,7 +156,15 @@ def private_dir(path: Path) -> Path:
 
 
 def trainers_dir() -> Path:
-    return private_dir(runtime_dir() / "trainers")
+    return _runtime_part(runtime_dir() / "trainers")
+
+
+def _runtime_part(path: Path) -> Path:
+    """A private directory that every command needs. NoRoom: there is no room for it."""
+    try:
+        return private_dir(path)
+    except OSError as error:
+        raise not_made(path, "a private directory is needed", error) from None
 
 
 def create_trainer_dir(config: TrainerConfig) -> tuple[Path, int, int]:

@@ -90,6 +90,20 @@ def socket_address(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
+def bound_socket(path: Path) -> socket.socket:
+    """A stream socket bound to `path`, 0600, not listening yet. Raises `OSError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with socket_address(path) as address:
+            sock.bind(address)
+        # Before listen, and inside a directory of mode 0700: nobody can have connected earlier.
+        path.chmod(0o600)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 class Server:
     """`start` returns when the socket listens; `publish`, `reply` and `close` may come from any thread."""
 
@@ -124,24 +138,25 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self.ever_connected = False
         self._ever_owned = False
+        #: The newest durable event that `publish` has told this thread of. The journal may be ahead: what is
+        #: there and not told of yet may be younger than a sample that is still on its way here.
+        self._told = journal.last_seq
 
     @property
-    def clients(self) -> int:
-        """Clients connected now, hello done."""
-        return len(self._connections)
+    def holders(self) -> int:
+        """Clients connected now that the trainer stays for: they have brought jobs, or asked to. Before one
+        has, any client may be going to."""
+        clients = list(self._connections.values())
+        return sum(one.brings_jobs for one in clients) if self._ever_owned else len(clients)
 
     @property
     def owners_left(self) -> bool:
         """Clients have brought jobs, or asked to, and none of them is connected any more."""
         return self._ever_owned and not any(one.brings_jobs for one in list(self._connections.values()))
 
-    def start(self) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with socket_address(self._path) as address:
-            sock.bind(address)
-        # Before listen, and inside a directory of mode 0700: nobody can have connected earlier.
-        self._path.chmod(0o600)
-        self._socket = sock
+    def start(self, bound: socket.socket | None = None) -> None:
+        """On `bound`, by default a new socket at its path. Raises `OSError` when there can be none."""
+        self._socket = bound_socket(self._path) if bound is None else bound
         self._thread.start()
         self._listening.wait()
 
@@ -188,6 +203,7 @@ class Server:
             self._stop.set()
 
     def _publish(self, sample: Event | None, last_seq: int) -> None:
+        self._told = max(self._told, last_seq)
         for connection in self._connections.values():
             if connection.following:
                 if sample is not None and _wants(connection, sample):
@@ -295,7 +311,7 @@ class Server:
             return connection.replies.popleft()
         if not connection.following:
             return None
-        while (durable := self._journal.after(connection.seq)) is not None:
+        while (durable := self._journal.after(connection.seq)) is not None and durable[0] <= self._told:
             seq, event = durable
             if connection.samples and connection.samples[0][0] < seq:
                 break  # that sample was taken before this event
@@ -318,7 +334,7 @@ class Server:
         if isinstance(request, Follow):
             self._reply(connection, self._follow(connection, request))
         elif isinstance(request, ListJobs):
-            jobs = Jobs(reply_to=request.id, jobs=self._job_list(), clients=len(self._connections))
+            jobs = Jobs(reply_to=request.id, jobs=self._job_list(), clients=self.holders)
             self._reply(connection, jobs)
         else:
             if isinstance(request, Detach):

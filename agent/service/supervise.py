@@ -79,6 +79,7 @@ class Supervisor:
 
     `client` is this client's name, for people and for its share of a trainer; with `join` its jobs go to a
     trainer that runs with the same base, when there is one, and others may join the one that it starts.
+    `first`: the jobs to begin with, the others wait for `go_on`; None: all.
     """
 
     config: TrainerConfig
@@ -89,6 +90,7 @@ class Supervisor:
     stop: StopRequest = field(default_factory=StopRequest)
     client: str = ""
     join: bool = True
+    first: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         names = [request.spec.name for request in self.requests]
@@ -98,7 +100,7 @@ class Supervisor:
             gpu = msgspec.structs.replace(self.config.gpu, client=self.client)
             self.config = msgspec.structs.replace(self.config, gpu=gpu)
         self._by_name = dict(zip(names, self.requests, strict=True))
-        self._machine = suspects.Suspects(names)
+        self._machine = suspects.Suspects(names if self.first is None else self.first)
         self._actions: deque[suspects.Action] = deque()
         self.table = JobTable()
         for request in self.requests:
@@ -115,6 +117,8 @@ class Supervisor:
         self._connection: TrainerClient | None = None
         self._submitted: set[str] = set()  # ever: these resume
         self._here: set[str] = set()  # sent to the trainer that runs now
+        self._parked: set[str] = set()  # of these: paused where they were to pause, until `go_on`
+        self.over = False  # every job that has not ended is ended for a reason that is none of its own
         self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
         self._answered_once = False  # by the trainer that runs now: it has its memory and its base
         self._busy: set[str] = set()  # refused because another trainer writes to their directories
@@ -134,6 +138,20 @@ class Supervisor:
         finally:
             self._leave()
         return self._code()
+
+    def go_on(self, request: JobRequest) -> None:
+        """Train a job that was not among the `first`, or has paused at its `pause_at`. `on_event` may."""
+        job = request.spec.name
+        self._by_name[job] = request
+        self._actions.extend(self._machine.handle(suspects.Added(job)))
+
+    def drop(self, job: str, reason: str) -> None:
+        """Stop a job that has paused at its `pause_at`, here or in a trainer that is gone."""
+        if job in self._parked and self._connection is not None:
+            with contextlib.suppress(TrainerGone):  # then the next look at it says so
+                self._connection.send(StopJobs, jobs=[job], reason=reason)
+        else:
+            self._end(job, "stopped", reason)
 
     def _turn(self) -> None:
         if self.stop.exit_code is not None and not self._stop_sent:
@@ -168,6 +186,7 @@ class Supervisor:
         elif isinstance(action, suspects.MarkFailed):
             self._end(action.job, "failed", action.reason)
         else:
+            self.over = True
             for job in action.jobs:
                 self._end(job, "failed", action.reason)
 
@@ -177,7 +196,7 @@ class Supervisor:
         return isinstance(self._trainer, Joined)
 
     def _start(self, action: suspects.StartTrainer) -> None:
-        self._here = set()
+        self._here, self._parked = set(), set()
         self._waiting = {}
         self._answered_once = False
         self._closed = action.alone
@@ -256,6 +275,7 @@ class Supervisor:
         self._trainer.release()
         self._trainer.wait_gone(HANG_UP_SECONDS)
         self._trainer = self._connection = None
+        self._parked = set()
 
     def _look_elsewhere(self) -> None:
         """While this client's own trainer waits for memory: whether another one has room now."""
@@ -281,6 +301,12 @@ class Supervisor:
             self._use(found, jobs)
 
     def _submit(self, jobs: tuple[str, ...]) -> None:
+        """Jobs that have paused in this trainer go on in it, if somebody else has not let them already."""
+        here = [job for job in jobs if job in self._here]
+        if parked := tuple(job for job in here if job in self._parked):
+            self._parked -= set(parked)
+            self._send(ResumeJobs, parked)
+        jobs = tuple(job for job in jobs if job not in here)
         if not jobs:
             return
         assert self._connection is not None
@@ -318,11 +344,28 @@ class Supervisor:
     def _take(self, event: Event) -> list[suspects.Action]:
         """Shows the event and tells the machine."""
         self.table.update(event)
+        actions = self._note_pause(event)
         self.on_event(event)
+        if actions:
+            return actions
         if isinstance(event, Stepped):
             return self._machine.handle(suspects.Passed(event.job, event.step))
         if isinstance(event, JobChanged) and event.state in ENDED:
+            self._parked.discard(event.job)
             return self._machine.handle(suspects.Ended(event.job))
+        return []
+
+    def _note_pause(self, event: Event) -> list[suspects.Action]:
+        """A job that has paused where it was to leaves those that run; somebody else may let it go on."""
+        if not isinstance(event, JobChanged):
+            return []
+        if event.state == "paused" and event.step == self._by_name[event.job].pause_at:
+            self._parked.add(event.job)
+            return self._machine.handle(suspects.Ended(event.job))
+        if event.state == "running" and event.job in self._parked:
+            self._parked.discard(event.job)
+            self._by_name[event.job] = msgspec.structs.replace(self._by_name[event.job], pause_at=0)
+            return self._machine.handle(suspects.Added(event.job))
         return []
 
     def _end(self, job: str, state: JobStateName, reason: str, *, ran: bool = True) -> list[suspects.Action]:
@@ -404,6 +447,7 @@ class Supervisor:
             if ended_in_order.code == EXIT_RETRY and len(self.logs) == 1:  # no memory within the time
                 # It has said why itself, once. After a crash its jobs did run, and fail.
                 self._exit_code = EXIT_RETRY
+                self.over = True
                 for status in self.table.all():
                     self._end(status.job, "stopped", "not started; it can be tried again later", ran=False)
                 return
@@ -423,6 +467,7 @@ class Supervisor:
             self._do(self._actions.popleft())  # the last MarkFailed, or GiveUp: `run` goes no further
 
     def _end_all(self, state: JobStateName, reason: str) -> None:
+        self.over = True
         for status in self.table.all():
             self._end(status.job, state, reason)
 

@@ -1,6 +1,6 @@
 """The trainer process: one base, one device, the jobs of any number of clients.
 
-    python -m gshare.agent.service.trainer --dir DIR      (spawned by `client.spawn_trainer`)
+    python -m gshare.agent.service.trainer --dir DIR      (spawned by `hold.spawn_trainer`)
 
 The main thread reserves GPU memory, loads the base and runs rounds; commands of the clients are applied
 between two rounds, and while it waits for the memory (`waiting.py`). The server's thread owns the socket. The
@@ -17,6 +17,7 @@ import importlib
 import os
 import queue
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -115,9 +116,9 @@ class Trainer:
         self._terminating = False
         self._leaving = False
 
-    def listen(self) -> None:
-        """To be called before `run`. Raises `OSError` when the socket cannot be made."""
-        self._server.start()
+    def listen(self, bound: socket.socket | None = None) -> None:
+        """To be called before `run`; on `bound`, by default a new socket. Raises `OSError`: there is none."""
+        self._server.start(bound)
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,7 +176,7 @@ class Trainer:
         if self._waiting.over:
             raise _Ended(EXIT_OK, "none of its jobs was left while it waited for GPU memory")
         now = time.monotonic()
-        if self._server.clients or self._waiting.jobs:
+        if self._server.holders or self._waiting.jobs:
             self._alone_since = now
         elif self._server.ever_connected:
             if now - self._alone_since >= self._config.idle_seconds:
@@ -234,7 +235,7 @@ class Trainer:
                 return EXIT_OK, "shut down by a client"
             busy = runner.run_round()
             now = time.monotonic()
-            if busy or self._server.clients or self._table.active():
+            if busy or self._server.holders or self._table.active():
                 idle_since = now
             elif self._server.ever_connected:
                 if now - idle_since >= self._config.idle_seconds:
@@ -368,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gshare-trainer", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="the trainer's directory, with trainer.json")
     parser.add_argument("--lock-fd", type=int, help="an open descriptor that holds the lock of the directory")
+    parser.add_argument("--socket-fd", type=int, help="an open descriptor: the bound socket of the directory")
     options = parser.parse_args(arguments)
     forgive_output()
     os.environ.update(trainer_environment())  # before the runner loads torch
@@ -377,9 +379,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.dir}: another trainer runs there", file=sys.stderr)
         return EXIT_FAILURE
     config = read_json(options.dir / "trainer.json", TrainerConfig)
+    bound = None
+    if options.socket_fd is not None:
+        bound = socket.socket(fileno=options.socket_fd)
+        bound.set_inheritable(False)
     try:
         trainer = Trainer(options.dir, config)
-        trainer.listen()
+        trainer.listen(bound)
     except OSError as error:
         print(f"{options.dir}: {error.strerror}", file=sys.stderr)
         return EXIT_FAILURE

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.protocol import (
+    STOPPED_BY,
     Done,
     JoinTrainer,
     OpenTrainer,
@@ -26,6 +27,7 @@ from gshare.agent.service.protocol import (
     Shutdown,
     StopJobs,
     SubmitJobs,
+    TakeWeights,
 )
 from gshare.agent.service.server import Command, Connection
 
@@ -100,6 +102,9 @@ class WaitingRoom:
             self._stop(connection, request)
         elif isinstance(request, (PauseJobs, ResumeJobs)):
             self._refuse(connection, request)
+        elif isinstance(request, TakeWeights):
+            reason = f"job {request.job} waits for GPU memory and has no weights yet"
+            self._answers.append((connection, Refused(reply_to=request.id, reason=reason)))
         elif isinstance(request, OpenTrainer):
             self._answers.append((connection, Done(reply_to=request.id)))  # nothing has run: on trial still
         elif isinstance(request, Shutdown):
@@ -118,7 +123,7 @@ class WaitingRoom:
         waiting = set(self.jobs)
         names = request.jobs or self._of(connection)
         done = [name for name in names if name in waiting]
-        self._end(lambda owner, name: name in done, request.reason or f"stopped by {connection.client}")
+        self._end(lambda owner, name: name in done, request.reason or f"{STOPPED_BY}{connection.client}")
         failed = {name: f"job {name} is not in this trainer" for name in names if name not in waiting}
         self._answers.append((connection, Done(reply_to=request.id, jobs=done, failed=failed)))
 

@@ -145,11 +145,15 @@ class Adapter:
     def load(self, parameters: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
         """The inverse of `parameters` and `optimizer_tensors`. KeyError names a missing tensor, RuntimeError
         one of another shape or dtype."""
+        self.start_from(parameters)
+        for name, view in self._optimizer_views().items():
+            _fill(view, optimizer[name], name)
+
+    def start_from(self, parameters: dict[str, torch.Tensor]) -> None:
+        """These weights instead of the initial ones; the optimizer stays as it is. Errors as of `load`."""
         for key, _ in self.arena.matrices(self.name):
             name = key.peft_name()
             _fill(self.arena.view("params", self.name, key), parameters[name], name)
-        for name, view in self._optimizer_views().items():
-            _fill(view, optimizer[name], name)
         self.arena.publish(self.name)
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.train.checkpoint import latest_checkpoint, load_checkpoint, truncate_metrics
+from gshare.agent.jobs.spec import JobRequest, WarmStart
+from gshare.agent.train.checkpoint import latest_checkpoint, load_checkpoint, load_start, truncate_metrics
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes
 from gshare.agent.train.job import Job, JobData
@@ -80,6 +80,18 @@ def restore(job: Job, fingerprint: dict[str, str], say: Say) -> bool:
         say("warning", f"resumed under other numerics, bits may differ: {'; '.join(changes)}", job.name)
         job.append_metrics({"type": "fingerprint", "step": job.step, "changes": changes})
     return True
+
+
+def begin_warm(job: Job, start: WarmStart, fingerprint: dict[str, str]) -> None:
+    """Give a new job the weights of another; its optimizer stays fresh. UsageError when they do not fit."""
+    weights = load_start(start, fingerprint["base"])
+    try:
+        job.adapter.start_from(weights)
+    except (KeyError, RuntimeError) as error:
+        raise UsageError(
+            f"adapter {job.name}: the weights of {start.parent} do not fit this spec ({error}); "
+            "a warm start needs the same r, target_modules and layers_to_transform"
+        ) from error
 
 
 def _tell_skipped(job: Job, chosen: Path | None, say: Say) -> None:

@@ -13,11 +13,13 @@ from typing import Literal
 
 import msgspec
 from gshare.agent.errors import GshareError, UsageError
+from gshare.agent.jobs.early_exit import describe_exit
 from gshare.agent.jobs.events import (
     ENDED,
     CheckpointSaved,
     Evaluated,
     Event,
+    Exit,
     JobChanged,
     JobStateName,
     LastLosses,
@@ -72,7 +74,14 @@ class Books:
 
     # ------------------------------------------------------------------ states
 
-    def change(self, job: Job, state: JobStateName, reason: str, last: LastLosses | None = None) -> None:
+    def change(
+        self,
+        job: Job,
+        state: JobStateName,
+        reason: str,
+        last: LastLosses | None = None,
+        exit: Exit | None = None,
+    ) -> None:
         job.state, job.reason = state, reason
         self.emit(
             JobChanged(
@@ -82,6 +91,7 @@ class Books:
                 total_steps=job.total_steps,
                 reason=reason,
                 last=last,
+                exit=exit,
             )
         )
 
@@ -92,6 +102,23 @@ class Books:
         self.collect_writer_errors()
         if job.state == "running":
             self.end(job, "completed", "")
+
+    def leave_early(self, job: Job, cause: Exit) -> None:
+        """A pattern of its losses stops it: save as at an end, and end as `stopped` once the files stand.
+
+        No checkpoint of this step: a resume then stops at the same one again, by the same losses.
+        """
+        self.save(job, "final")
+        self.end(job, "stopped", describe_exit(cause), cause)
+
+    def park(self, job: Job) -> None:
+        """Pause it where it was asked to: evaluated, checkpointed, and without its memory."""
+        self.save(job, "step")
+        self.writer.flush()
+        self.collect_writer_errors()
+        if job.state == "running":
+            job.park()
+            self.change(job, "paused", f"at step {job.step}, where it was to pause")
 
     def diverge(self, job: Job, what: str) -> None:
         """Nothing more of this job is saved: what is on disk is from when its values were numbers."""
@@ -114,17 +141,18 @@ class Books:
             return whose
         return str(error) if isinstance(error, GshareError) else f"{type(error).__name__}: {error}"
 
-    def end(self, job: Job, state: JobStateName, reason: str) -> None:
+    def end(self, job: Job, state: JobStateName, reason: str, cause: Exit | None = None) -> None:
         """After its files; a job that has ended meanwhile (they could not be written) stays as it is."""
         self.writer.flush()
         self.collect_writer_errors()
         if job.state not in ENDED:
-            self._leave(job, state, reason)
+            self._leave(job, state, reason, cause)
 
-    def _leave(self, job: Job, state: JobStateName, reason: str) -> None:
+    def _leave(self, job: Job, state: JobStateName, reason: str, cause: Exit | None = None) -> None:
         self.schedule.forget(job.name)
-        job.adapter.close()
-        self.change(job, state, reason)
+        if not job.parked:
+            job.adapter.close()
+        self.change(job, state, reason, exit=cause)
 
     # ------------------------------------------------------------------ files
 

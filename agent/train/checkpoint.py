@@ -3,6 +3,7 @@
     <output_dir>/
       adapter_config.json  adapter_model.safetensors     at the end: PEFT's layout
       best/              the same two, metadata.json (step, val_loss, tokens, fingerprint), manifest.json
+      start/             the same, of a warm clone: the weights that it started from, and whose they were
       checkpoint-<step>/ the same two, optimizer.safetensors, state.json, manifest.json
       metrics.jsonl      one line a step or evaluation; cut back to the checkpoint on resume
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.spec import AdapterSpec, WarmStart
 from gshare.agent.train.files import (
     disk_errors,
     json_bytes,
@@ -123,6 +124,8 @@ def write_best(snapshot: Snapshot, output_dir: Path, config: Mapping[str, Any]) 
         "tokens": snapshot.state["tokens"],
         "fingerprint": snapshot.state["fingerprint"],
     }
+    if "start" in snapshot.state:
+        metadata["start"] = snapshot.state["start"]
     files = {
         ADAPTER_CONFIG: lambda: json_bytes(config),
         ADAPTER_MODEL: lambda: _tensor_bytes(snapshot.adapter),
@@ -139,6 +142,29 @@ def write_final(snapshot: Snapshot, output_dir: Path, config: Mapping[str, Any])
     write_bytes_atomic(output_dir / ADAPTER_CONFIG, [json_bytes(config)])
     write_bytes_atomic(output_dir / ADAPTER_MODEL, [_tensor_bytes(snapshot.adapter)])
     return output_dir
+
+
+def write_start(
+    parameters: Mapping[str, Tensor],
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    parent: str,
+    step: int,
+    fingerprint: Mapping[str, str],
+) -> WarmStart:
+    """Publish `directory`: the weights that `parent` has after `step` steps, to start another job from."""
+    data = _tensor_bytes(parameters)
+    start = WarmStart(
+        directory=str(directory), sha256=hashlib.sha256(data).hexdigest(), parent=parent, step=step
+    )
+    files = {
+        ADAPTER_CONFIG: lambda: json_bytes(config),
+        ADAPTER_MODEL: lambda: data,
+        METADATA: lambda: json_bytes({**start.lineage, "fingerprint": dict(fingerprint)}),
+    }
+    _publish(directory, files)
+    return start
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -218,6 +244,23 @@ def load_checkpoint(path: Path) -> Snapshot:
         except SafetensorError as error:
             raise GshareError(f"{path / name}: {error}") from error
     return Snapshot(record["job"], record["step"], tensors[0], tensors[1], record["state"])
+
+
+def load_start(start: WarmStart, base: str) -> dict[str, Tensor]:
+    """The weights that `write_start` wrote. UsageError: they are damaged, not those that `start` says, or of
+    another base than the one with the fingerprint `base`."""
+    path = Path(start.directory)
+    files, found = _read_whole(path)
+    if not found and not files.keys() >= {ADAPTER_MODEL, METADATA}:
+        found = [f"{path}: not the weights of a warm clone"]
+    if not found and hashlib.sha256(files[ADAPTER_MODEL]).hexdigest() != start.sha256:
+        found = [f"{path / ADAPTER_MODEL}: other weights than those of {start.parent} at step {start.step}"]
+    if found:
+        raise UsageError(f"{found[0]}; clone {start.parent} again")
+    trained_on = json.loads(files[METADATA])["fingerprint"]["base"]
+    if trained_on != base:
+        raise UsageError(f"{path}: trained on another base (weights {trained_on[:12]}, here {base[:12]})")
+    return load_safetensors(files[ADAPTER_MODEL])
 
 
 def problems(path: Path) -> list[str]:

@@ -5,10 +5,12 @@ Recomputing gives the same bits, so it may change from pass to pass; it costs ab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from gshare.agent.base.weights import Base
-from gshare.agent.jobs.memory import ModelShape, estimate_run, largest_pass
+from gshare.agent.jobs.memory import ModelShape, largest_pass
+from gshare.agent.jobs.memory_choice import CPU_CARD, choose_estimate
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 
 #: From so many tokens on a pass is cut in two before anything is recomputed: products of half as many rows
@@ -18,15 +20,37 @@ CUT_FIRST = 2048
 
 
 def does_not_fit(
-    base: Base, specs: Sequence[AdapterSpec], *, max_tokens: int, max_adapters: int, budget_mb: int | None
+    base: Base,
+    specs: Sequence[AdapterSpec],
+    *,
+    max_tokens: int,
+    max_adapters: int,
+    budget_mb: int | None,
+    identity: Callable[[], str | None] = lambda: None,
 ) -> bool:
-    """Whether the run's estimate, activations kept, is more than the reservation; False without one."""
-    spare = spare_bytes(base, specs, max_tokens=max_tokens, max_adapters=max_adapters, budget_mb=budget_mb)
+    """Whether the run's estimate, activations kept, is more than the reservation; False without one.
+
+    `identity`: the base's `base_identity`, under which it may have been measured.
+    """
+    spare = spare_bytes(
+        base,
+        specs,
+        max_tokens=max_tokens,
+        max_adapters=max_adapters,
+        budget_mb=budget_mb,
+        identity=identity,
+    )
     return spare is not None and spare < 0
 
 
 def spare_bytes(
-    base: Base, specs: Sequence[AdapterSpec], *, max_tokens: int, max_adapters: int, budget_mb: int | None
+    base: Base,
+    specs: Sequence[AdapterSpec],
+    *,
+    max_tokens: int,
+    max_adapters: int,
+    budget_mb: int | None,
+    identity: Callable[[], str | None] = lambda: None,
 ) -> int | None:
     """What the reservation has over the run's estimate, activations kept; None without one."""
     if budget_mb is None or not specs:
@@ -35,12 +59,19 @@ def spare_bytes(
         model="", max_tokens_per_pass=max_tokens, max_adapters_per_pass=max_adapters, adapters=tuple(specs)
     )
     tokens, longest = largest_pass(run)
-    estimate = estimate_run(
+    estimate = choose_estimate(
         ModelShape.of(base.config),
         specs,
         base_dtype=base.base_dtype,  # pyright: ignore[reportArgumentType]
         device="cuda" if base.device.type == "cuda" else "cpu",
         pass_tokens=tokens,
         longest_row=longest,
+        base=identity,
+        cards=(card_name(base.device),),
     )
     return budget_mb * 2**20 - estimate.total
+
+
+def card_name(device: torch.device) -> str:
+    """What a device is called in the key of its measurements; the driver has the same name for it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CARD

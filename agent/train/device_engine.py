@@ -35,7 +35,8 @@ from gshare.agent.train.device_pass import (
     TrunkShape,
     matrix_table,
 )
-from gshare.agent.train.engine import Engine, Part, Row, Verdict
+from gshare.agent.train.engine import Engine, Verdict
+from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.agent.train.trunk_cache import fill_states
 from gshare.kernels.backend import Backend

@@ -8,11 +8,9 @@ What it computes for an adapter is a function of that adapter's rows alone (kern
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -23,48 +21,12 @@ from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
+from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, StagePlan, TrunkUse, gathered, starts_of
 from gshare.agent.train.trunk_cache import TrunkCache, fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout import keep_mask, keep_scale
 from gshare.kernels.layout import KeepMask, Layout, LoraSlot
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sequence: `trained[i]` marks token i as a target, predicted from position i − 1."""
-
-    tokens: np.ndarray  # int32 (L,)
-    trained: np.ndarray  # bool (L,)
-    sample: int = 0  # index among the rows of its optimizer step: keys the dropout mask
-
-    @property
-    def label_tokens(self) -> int:
-        return int(self.trained[1:].sum())
-
-    @cached_property
-    def content(self) -> bytes:
-        """Hash of the tokens."""
-        return hashlib.blake2b(self.tokens.astype("<i4", copy=False).tobytes(), digest_size=16).digest()
-
-
-@dataclass(frozen=True)
-class Part:
-    """One adapter's rows in one pass."""
-
-    adapter: Adapter
-    rows: Sequence[Row]
-    step: int = 0  # 0-based optimizer step: keys the dropout mask
-    label_tokens: int = 1  # of the adapter's whole optimizer step: the loss's normaliser
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
-
-    @property
-    def scale(self) -> float:
-        """s / p of the adapter: its LoRA scaling over the keep probability (training only)."""
-        return self.adapter.spec.scaling * keep_scale(self.adapter.spec.lora_dropout)
 
 
 class Losses(Protocol):

@@ -31,6 +31,8 @@ from gshare.agent.errors import GshareError
 
 _TEMPORARY = re.compile(r"\.gshare-tmp-(?P<name>.+)-[0-9a-f]{16}")
 _ASIDE = ".gshare-old-"
+#: Of a directory's name that are repeated in its temporary one. File systems take 255 bytes, eCryptfs 143.
+_NAME_BYTES = 64
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 #: Bytes given to one write call: large enough for full speed, small enough to notice a full disk early.
@@ -54,9 +56,11 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
         raise GshareError(f"{reason} while {doing} {path}, last checkpoint intact") from error
 
 
-def temporary_name(final: Path) -> Path:
-    """A fresh name beside `final` that `remove_leftovers` knows."""
-    return final.parent / f".gshare-tmp-{final.name}-{secrets.token_hex(8)}"
+def temporary_name(final: Path, tag: str = "") -> Path:
+    """A name beside `final` that `remove_leftovers` knows; fresh, or the same for the same `tag` (16 digits
+    of hex). It is no longer than file systems take, however long `final`'s is."""
+    shown = os.fsencode(final.name)[:_NAME_BYTES].decode(errors="ignore")
+    return final.parent / f".gshare-tmp-{shown or 'x'}-{tag or secrets.token_hex(8)}"
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

@@ -11,7 +11,8 @@ import platform
 
 import torch
 from gshare.agent.base.weights import Base
-from gshare.kernels.backend import NUMERICS, Backend
+from gshare.kernels.backend import Backend
+from gshare.kernels.numerics import NUMERICS
 
 
 def numerics_fingerprint(base: Base, backend: Backend) -> dict[str, str]:

@@ -18,11 +18,12 @@ from gshare.agent.data.sampler import Sampler
 from gshare.agent.data.split import split_rows
 from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.early_exit import Patterns
 from gshare.agent.jobs.events import JobStateName, LastLosses
 from gshare.agent.jobs.learning_rate import learning_rate_at
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, lineage_line
 from gshare.agent.train.adapter import Adapter
-from gshare.agent.train.engine import Row
+from gshare.agent.train.part import Row
 from gshare.agent.train.rounds import StepWork
 
 
@@ -97,6 +98,9 @@ class Job:
         self.best_step = 0
         self.saved_step = -1  # step of the newest checkpoint submitted
         self.evaluated_step = -1
+        self.patterns = Patterns(request.early_exit) if request.early_exit is not None else None
+        #: Paused at `pause_at`: its adapter is closed, and made again from its checkpoint when it goes on.
+        self.parked = False
         self._next: StepWork | None = None
 
     @property
@@ -117,6 +121,16 @@ class Job:
             self._next = StepWork(self.adapter, self.begun, self.data.micro_batches(self.begun))
         return self._next
 
+    def park(self) -> None:
+        """Give its memory back; its checkpoint of this step stands."""
+        self.adapter.close()
+        self.parked = True
+
+    def unpark(self, adapter: Adapter) -> None:
+        """Go on with `adapter`, which is as that checkpoint says."""
+        self.adapter, self.parked = adapter, False
+        self._next = None  # of the adapter that was closed
+
     def learning_rate(self) -> float:
         """Of the next step."""
         return learning_rate_at(
@@ -134,11 +148,22 @@ class Job:
     def _is_due(self, every: int, step: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)
 
+    @property
+    def at_pause(self) -> bool:
+        """Whether it has come to the step after which it was asked to pause."""
+        return self.step > 0 and self.step == self.request.pause_at
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """After this step: by `eval_steps`, at the end, or where it pauses."""
+        return self.due(self.spec.eval_steps) or self.at_pause
+
     def ends_in_host_work(self) -> bool:
         """Whether the step begun last is followed by what must be done before another one is begun: the
-        end, an evaluation or a checkpoint, which read the weights as that step leaves them."""
+        end, a pause, an evaluation or a checkpoint, which read the weights as that step leaves them."""
         evaluated = len(self.data.val_rows) > 0 and self._is_due(self.spec.eval_steps, self.begun)
-        return evaluated or self._is_due(self.spec.save_steps, self.begun)
+        pauses = self.begun == self.request.pause_at
+        return evaluated or pauses or self._is_due(self.spec.save_steps, self.begun)
 
     def note_evaluation(self, val_loss: float) -> bool:
         """Take a validation loss in; True when it is the best so far (a tie keeps the earlier step)."""
@@ -173,6 +198,8 @@ class Job:
             "evaluated_step": self.evaluated_step,
             "train_hash": self.request.train_hash,
             "val_hash": self.request.val_hash,
+            **({"start": self.request.start.lineage} if self.request.start is not None else {}),
+            "early_exit": self.patterns.state() if self.patterns is not None else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -183,6 +210,7 @@ class Job:
                     f"adapter {self.name}: {self.output_dir} was trained on other data ({key} differs); "
                     "resume with the same data file, or choose another output_dir"
                 )
+        self._check_start(state.get("start"))
         self._check_length(int(state["step"]), int(state["total_steps"]))
         self.step = self.begun = int(state["step"])
         self.tokens = int(state["tokens"])
@@ -192,6 +220,19 @@ class Job:
         self.best_step = int(state["best_step"])
         self.evaluated_step = int(state["evaluated_step"])
         self.saved_step = self.step
+        # None, or missing: saved by a run without it, or before there was any; it starts from here on.
+        if self.patterns is not None and (patterns := state.get("early_exit")) is not None:
+            self.patterns.restore(patterns)
+
+    def _check_start(self, before: dict[str, Any] | None) -> None:
+        """UsageError when a resume would go on from other weights than the checkpoint's run started from."""
+        now = self.request.start.lineage if self.request.start is not None else None
+        if before != now:
+            shown = ["fresh weights" if one is None else lineage_line(one) for one in (before, now)]
+            raise UsageError(
+                f"adapter {self.name}: {self.output_dir} started from {shown[0]}, not from {shown[1]}; "
+                "choose another output_dir"
+            )
 
     def _check_length(self, done: int, planned: int) -> None:
         """UsageError when a resume's total steps would make it another job than the one that was begun."""

@@ -196,6 +196,8 @@ class Pipeline:
         if not self._books.record(job, event, type="step"):
             return
         self._books.emit(event)
+        if job.patterns is not None:
+            job.patterns.handle(event)
         if not finite:
             what = "weights are" if math.isfinite(outcome.loss) else "loss is"
             if math.isfinite(outcome.loss) and not math.isfinite(outcome.grad_norm):
@@ -211,16 +213,19 @@ class Pipeline:
             self._first = False
             books.guard.record("first_step")
         jobs = flight.jobs
-        self._evaluate([job for job in jobs if job.state == "running" and job.due(job.spec.eval_steps)])
+        self.evaluate([job for job in jobs if job.state == "running" and job.evaluation_is_due])
         for job in jobs:
             if job.state == "running" and job.due(job.spec.save_steps):
                 books.save(job, "step")
             if job.state == "running" and job.step >= job.total_steps:
                 books.finish(job)
+            elif job.state == "running" and job.at_pause:
+                books.park(job)
         ahead = self._ahead.jobs if self._ahead is not None else []
         self._on_pass([(job.name, job.begun - 1) for job in ahead])
 
-    def _evaluate(self, jobs: Sequence[Job]) -> None:
+    def evaluate(self, jobs: Sequence[Job]) -> None:
+        """The validation loss of each as it is now, between two of its steps, and what follows from it."""
         books = self._books
         with_rows = [job for job in jobs if len(job.data.val_rows)]
         if not with_rows:
@@ -235,7 +240,7 @@ class Pipeline:
                 return
             log.warning("evaluation of %d jobs failed (%s); evaluating each alone", len(with_rows), error)
             for job in with_rows:
-                self._evaluate([job])
+                self.evaluate([job])
             return
         for job, loss in zip(with_rows, losses, strict=True):
             best = job.note_evaluation(loss)
@@ -251,5 +256,10 @@ class Pipeline:
             books.emit(event)
             if not math.isfinite(loss):
                 books.diverge(job, "validation loss is")
-            elif best:
+                continue
+            if best:
                 books.save(job, "best")
+            cause = job.patterns.handle(event) if job.patterns is not None else None
+            # At its last step it completes: there is nothing left to be spared.
+            if cause is not None and job.step < job.total_steps:
+                books.leave_early(job, cause)

@@ -19,8 +19,9 @@ from typing import TypeVar
 import torch
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.checkpointing import CUT_FIRST
-from gshare.agent.train.engine import Engine, Losses, Part, Row, Verdict, mean_loss
+from gshare.agent.train.engine import Engine, Losses, Verdict, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
+from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import TrunkUse
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import ENDED, Event, TrainerMessage
 from gshare.agent.jobs.schedules import make_schedule
-from gshare.agent.jobs.spec import JobRequest, cache_bytes
+from gshare.agent.jobs.spec import JobRequest, WarmStart, cache_bytes
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.trace import DISABLED, Tracer
-from gshare.agent.train.admission import check_rows, check_spec, restore
+from gshare.agent.train.admission import begin_warm, check_rows, check_spec, restore
 from gshare.agent.train.books import Books
-from gshare.agent.train.checkpoint import truncate_metrics
+from gshare.agent.train.checkpoint import adapter_config, load_checkpoint, truncate_metrics, write_start
 from gshare.agent.train.checkpointing import does_not_fit, spare_bytes
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.fingerprint import numerics_fingerprint
@@ -143,6 +144,8 @@ class Runner:
             try:
                 job.output_dir.mkdir(parents=True, exist_ok=True)
                 resumed = request.resume and restore(job, self.fingerprint, self.books.say)
+                if not resumed and request.start is not None:
+                    begin_warm(job, request.start, self.fingerprint)
                 if not resumed:
                     truncate_metrics(job.output_dir / "metrics.jsonl", 0)
             except BaseException:
@@ -166,19 +169,27 @@ class Runner:
         if resumed:
             self.books.change(job, "running", f"resumed at step {job.step}", job.last_losses())
         else:
-            self.books.change(job, "running", "")
+            start = request.start
+            came = f"starts from {start.parent} at step {start.step}" if start is not None else ""
+            self.books.change(job, "running", came)
         if job.step >= job.total_steps:
             self.books.finish(job)
+        elif job.at_pause:  # checkpointed there, and killed before anybody heard of it
+            if job.evaluated_step != job.step:
+                self._pipeline.evaluate([job])
+            if job.state == "running":
+                self.books.park(job)
 
     def _choose_checkpointing(self) -> None:
         """Recompute activations from the start where the estimate says that they do not fit otherwise; what
         the reservation has left may hold trunk states."""
-        specs = [job.spec for job in self.jobs() if job.state not in ENDED]
+        specs = [job.spec for job in self.jobs() if job.state not in ENDED and not job.parked]
         limits = {
             "max_tokens": self.rounds.max_tokens,
             "max_adapters": self._max_adapters,
             # What is reserved on a simulated device says nothing of a CPU's memory.
             "budget_mb": self._guard.budget_mb() if self.engine.base.device.type == "cuda" else None,
+            "identity": lambda: base_identity(self.model_dir),
         }
         if not self.engine.checkpointing and does_not_fit(self.engine.base, specs, **limits):
             self.engine.checkpointing = True
@@ -199,7 +210,8 @@ class Runner:
         self._pipeline.drain()
         if found.state in ENDED:
             return
-        self.books.save(found, "step")
+        if not found.parked:
+            self.books.save(found, "step")
         self.books.end(found, "stopped", reason)
 
     def pause(self, job: str) -> None:
@@ -210,12 +222,55 @@ class Runner:
             self.books.change(found, "paused", "")
 
     def resume(self, job: str) -> None:
-        """From the next round that is queued on."""
+        """From the next round that is queued on. A parked job whose adapter cannot be made again fails."""
         found = self.books.find(job)
         if found.state == "paused":
+            if found.parked and not self._unpark(found):
+                return
             self.books.change(found, "running", "")
         elif found.state in ENDED:
             raise UsageError(f"adapter {job}: has ended as {found.state}; start it again with `--resume`")
+
+    def take_weights(self, job: str, directory: Path) -> WarmStart:
+        """Write the job's weights as they are now into `directory`, for a warm clone. The job goes on.
+
+        After the step that is in flight, if there is one. GshareError: it has ended, or the disk is full.
+        """
+        found = self.books.find(job)
+        self._pipeline.drain()
+        if found.state in ENDED:
+            raise UsageError(f"adapter {job}: has ended as {found.state}; its weights are in its output_dir")
+        if found.parked:
+            weights = load_checkpoint(found.output_dir / f"checkpoint-{found.step}").adapter
+        else:
+            weights = found.adapter.parameters()
+        return write_start(
+            weights,
+            directory,
+            adapter_config(found.spec, str(self.model_dir)),
+            parent=job,
+            step=found.step,
+            fingerprint=self.fingerprint,
+        )
+
+    def _unpark(self, job: Job) -> bool:
+        """Its adapter again, from the checkpoint of its pause; False: it has failed."""
+        self._pipeline.drain()
+        path = job.output_dir / f"checkpoint-{job.step}"
+        try:
+            snapshot = load_checkpoint(path)
+            adapter = self.engine.new_adapter(f"{job.name}#{job.order}", job.spec)
+            try:
+                adapter.load(snapshot.adapter, snapshot.optimizer)
+            except BaseException:
+                adapter.close()
+                raise
+        except Exception as error:  # of this job: its checkpoint stands, or does not, for whoever resumes it
+            self.books.fail(job, error)
+            return False
+        job.unpark(adapter)
+        self._choose_checkpointing()
+        return True
 
     def run_round(self) -> bool:
         """One optimizer step of the scheduled jobs, and what falls due after it. False: nothing runnable."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from gshare.agent.train.engine import Part, Row
+    from gshare.agent.train.part import Part, Row
 
 
 def content(row: Row) -> Hashable:

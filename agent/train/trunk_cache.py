@@ -21,7 +21,7 @@ import torch
 from gshare.agent.train.trunk import PassPlan, content, starts_of
 
 if TYPE_CHECKING:
-    from gshare.agent.train.engine import Row
+    from gshare.agent.train.part import Row
 
 log = logging.getLogger(__name__)
 #: (rows, layers, states, places): runs rows through the trunk; its states go to `states`, from its place on.

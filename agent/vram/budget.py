@@ -73,22 +73,22 @@ def parse_budget(text: str | float, *, what: str = "--vram") -> int:
     return math.ceil(mb)
 
 
-def with_allowance(tensor_bytes: int) -> int:
+def with_allowance(tensor_bytes: int, fragmentation: float = FRAGMENTATION) -> int:
     """MiB to reserve for `tensor_bytes` of tensors: context, workspaces and fragmentation on top.
 
     >>> with_allowance(1000 * 2**20)
     1932
     """
-    return math.ceil(tensor_bytes / 2**20 * (1 + FRAGMENTATION)) + CONTEXT_MB + WORKSPACE_MB
+    return with_fragmentation(tensor_bytes, fragmentation) + CONTEXT_MB + WORKSPACE_MB
 
 
-def with_fragmentation(tensor_bytes: int) -> int:
+def with_fragmentation(tensor_bytes: int, fragmentation: float = FRAGMENTATION) -> int:
     """MiB for tensors in a process that has its context and workspaces already.
 
     >>> with_fragmentation(1000 * 2**20)
     1100
     """
-    return math.ceil(tensor_bytes / 2**20 * (1 + FRAGMENTATION))
+    return math.ceil(tensor_bytes / 2**20 * (1 + fragmentation))
 
 
 def parse_duration(text: str | float, *, what: str = "--for") -> float:

@@ -190,8 +190,11 @@ class Ledger:
             raise UsageError(f"{what} begins with {prefix!r}: gshare gpu status lists them")
         return found[0]
 
-    def end_lease(self, prefix: str) -> Row:
-        """Remove a `hold`. GshareError when a living process holds the row, or it is another user's."""
+    def end_lease(self, prefix: str, *, only_own: bool = False) -> Row:
+        """Remove a `hold`. GshareError when a living process holds the row, or it is another user's.
+
+        `only_own`: another user's is refused for root too, who asks for somebody that cannot be seen here.
+        """
         with self.tracer.span("LedgerRelease"), locked(self.directory, self.tracer) as store:
             row = self.find(self.view(store, now(), {}), prefix)
             if row.lease_until_boot_s is None:
@@ -199,8 +202,10 @@ class Ledger:
                     f"reservation {row.id} is held by process {row.pid} ({plain(row.task)}); "
                     "it goes when that ends"
                 )
-            with self.tracer.phase("ledger_wr"):
-                gone = store.remove(_file_of(row))
+            gone = False
+            if row.uid == os.geteuid() or not only_own:
+                with self.tracer.phase("ledger_wr"):
+                    gone = store.remove(_file_of(row))
             if not gone:
                 raise GshareError(
                     f"reservation {row.id} belongs to uid {row.uid}; they or root can release it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,3 +146,38 @@ async def agents_of_straw(tmp_path: Path, *names: str, **fields: Any) -> AsyncIt
             for name in names
         }
         yield Straw(tmp_path, agents)
+
+
+def run(tmp_path: Path, test: Callable[[Straw], Awaitable[None]], *names: str, **fields: Any) -> None:
+    """Runs `test` beside agents of these names, in a loop of its own; 60 s at most."""
+
+    async def main() -> None:
+        async with agents_of_straw(tmp_path, *names, **fields) as it:
+            await asyncio.wait_for(test(it), 60)
+
+    asyncio.run(main())
+
+
+def is_ended(it: Straw, *names: str) -> bool:
+    return all(it.job(name).state in ("completed", "stopped", "failed", "diverged") for name in names)
+
+
+def adapter(tmp_path: Path, name: str) -> bytes:
+    return (tmp_path / "out" / name / "adapter_model.safetensors").read_bytes()
+
+
+async def started(it: Straw, name: str, steps: int = 0) -> Any:
+    """The attempt of a job, after so many steps."""
+
+    def there() -> bool:
+        job = it.job(name)
+        return (
+            any(key[1:] == (name, job.attempt) for key in it.agents[job.node].attempts) if job.node else False
+        )
+
+    await it.until(there)
+    agent = it.agents[it.job(name).node]
+    attempt = agent.running(name)
+    for _ in range(steps):
+        agent.advance(attempt)
+    return agent, attempt

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from gshare.agent.jobs.spec import AdapterSpec
-from gshare.agent.train.engine import Engine, Part, Row
+from gshare.agent.train.engine import Engine
+from gshare.agent.train.part import Part, Row
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class FakeAgent:
     auto: bool = False
     step_seconds: float = 0.01
     node_info: dict[str, Any] = field(default_factory=dict)
+    leases: dict[str, str] = field(default_factory=dict)  # id of a reservation → why it stays, "": it goes
     cut_after_bytes: int | None = None  # of file contents, in either direction; once
     flip_byte_of: str = ""  # name of a file whose bytes arrive changed, once
     disk_full: bool = False
@@ -333,6 +334,12 @@ class FakeAgent:
                 if isinstance(e, Evaluated) and e.step > request.after_step
             ]
             return p.Samples(reply_to=reply, lines=lines)
+        if isinstance(request, p.EndLeases):
+            failed = {id: why for id in request.reservations if (why := self.leases.get(id, "is not here"))}
+            self.leases = {
+                id: why for id, why in self.leases.items() if id not in request.reservations or why
+            }
+            return p.LeasesEnded(reply_to=reply, failed=failed)
         if isinstance(request, p.ReadLog):
             return p.LogText(reply_to=reply, text=f"log of {request.job or 'the agent'}\n")
         assert isinstance(request, p.ReleaseBundle), request

@@ -6,6 +6,8 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
     fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
     full_at=K      ends as `failed` there: the disk is full
+    loss=V         validation loss V + 1 / step (2 / step)
+    exit_at=K      ends as `stopped` by a pattern of its losses there
     pad=M          the final adapter has M MiB of blanks after the weights
     files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
 The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
@@ -33,11 +35,13 @@ from gshare.agent.jobs.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Exit,
     JobChanged,
+    LastLosses,
     Stepped,
     TrainerMessage,
 )
-from gshare.agent.jobs.spec import JobRequest
+from gshare.agent.jobs.spec import JobRequest, WarmStart
 
 
 @dataclass
@@ -48,6 +52,11 @@ class FakeJob:
     step: int = 0
     state: str = "running"
     weights: str = field(default="")
+    pause_at: int = 0
+
+    @property
+    def val_loss(self) -> float:
+        return self.script["loss"] + 1 / self.step if "loss" in self.script else 2.0 / self.step
 
     @property
     def total(self) -> int:
@@ -68,6 +77,7 @@ class FakeJob:
     def publish(self, name: str, files: dict[str, str]) -> Path:
         """A directory with a manifest, whole under its name, in place of the one before."""
         temporary, final = self.out / f".gshare-tmp-{name}", self.out / name
+        shutil.rmtree(temporary, ignore_errors=True)  # of a trainer that was killed while it wrote
         temporary.mkdir()
         manifest = {"format": 1, "files": {}}
         for file, text in files.items():
@@ -80,9 +90,9 @@ class FakeJob:
         return final
 
 
-def weights_after(name: str, steps: int) -> str:
-    """What a job's weights must be after `steps` steps, however often it was interrupted."""
-    value = ""
+def weights_after(name: str, steps: int, start: str = "") -> str:
+    """What a job's weights must be after `steps` steps from `start`, however often it was interrupted."""
+    value = start
     for step in range(steps):
         value = hashlib.sha256(f"{value}{name}{step}".encode()).hexdigest()
     return value
@@ -128,11 +138,21 @@ class FakeRunner:
         if request.resume and saved is not None:
             state = json.loads(saved.read_text())
             job.step, job.weights = state["step"], state["weights"]
+        elif request.start is not None:
+            job.weights = (Path(request.start.directory) / "adapter_model.safetensors").read_text()
+        job.pause_at = request.pause_at
         self._jobs[job.name] = job
         self._on_pass(())
-        self._change(job, "running", f"resumed at step {job.step}" if job.step else "")
+        last = (
+            LastLosses(loss=job.val_loss, val_loss=job.val_loss, best_val_loss=job.val_loss)
+            if job.step
+            else None
+        )
+        self._change(job, "running", f"resumed at step {job.step}" if job.step else "", last)
         if job.step >= job.total:
             self._complete(job)  # it was interrupted between its last checkpoint and its adapter
+        elif job.step and job.step == job.pause_at:
+            self._change(job, "paused", f"at step {job.step}, where it was to pause")
 
     def stop(self, job: str, reason: str) -> None:
         found = self._jobs[job]
@@ -144,6 +164,13 @@ class FakeRunner:
 
     def resume(self, job: str) -> None:
         self._change(self._jobs[job], "running")
+
+    def take_weights(self, job: str, directory: Path) -> WarmStart:
+        found = self._jobs[job]
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "adapter_model.safetensors").write_text(found.weights)
+        digest = hashlib.sha256(found.weights.encode()).hexdigest()
+        return WarmStart(directory=str(directory), sha256=digest, parent=job, step=found.step)
 
     def run_round(self) -> bool:
         jobs = [job for job in self._jobs.values() if job.state == "running"]
@@ -192,10 +219,10 @@ class FakeRunner:
                 adapters_in_pass=sharing,
             )
         )
-        if job.step % int(job.script.get("save", 3)) == 0:
+        if job.step % int(job.script.get("save", 3)) == 0 or job.step == job.pause_at:
             self._save(job)
             diverged = job.step >= job.script.get("nan_at", math.inf)
-            val_loss = math.nan if diverged else loss
+            val_loss = math.nan if diverged else job.val_loss
             if "files" in job.script and not diverged:
                 metadata = {"step": job.step, "val_loss": loss, "tokens": 100 * job.step, "fingerprint": {}}
                 files = {"adapter_model.safetensors": job.weights, "metadata.json": json.dumps(metadata)}
@@ -203,15 +230,24 @@ class FakeRunner:
             self._emit(
                 Evaluated(job=job.name, step=job.step, val_loss=val_loss, label_tokens=10, best=not diverged)
             )
-        if job.step >= job.total:
+        if job.script.get("exit_at") == job.step:
+            cause = Exit(pattern="overfitting", step=job.step, evidence={"gap": 0.5})
+            self._write_adapter(job)
+            self._change(job, "stopped", f"overfitting at step {job.step}", exit=cause)
+        elif job.step >= job.total:
             self._complete(job)
+        elif job.step == job.pause_at:
+            self._change(job, "paused", f"at step {job.step}, where it was to pause")
 
     def _complete(self, job: FakeJob) -> None:
         self._save(job)
+        self._write_adapter(job)
+        self._change(job, "completed")
+
+    def _write_adapter(self, job: FakeJob) -> None:
         (job.out / "adapter_config.json").write_text("{}")
         blanks = " " * (int(job.script.get("pad", 0)) << 20)
         (job.out / "adapter_model.safetensors").write_text(job.weights + blanks)
-        self._change(job, "completed")
 
     def _save(self, job: FakeJob) -> None:
         if "files" in job.script:
@@ -224,7 +260,14 @@ class FakeRunner:
         temporary.replace(job.out / "checkpoint.json")
         self._emit(CheckpointSaved(job=job.name, step=job.step, path=str(job.out / "checkpoint.json")))
 
-    def _change(self, job: FakeJob, state: str, reason: str = "") -> None:
+    def _change(
+        self,
+        job: FakeJob,
+        state: str,
+        reason: str = "",
+        last: LastLosses | None = None,
+        exit: Exit | None = None,
+    ) -> None:
         assert job.state not in ENDED, f"{job.name} has ended"
         job.state = state
         self._emit(
@@ -234,5 +277,7 @@ class FakeRunner:
                 step=job.step,
                 total_steps=job.total,
                 reason=reason,
+                last=last,
+                exit=exit,
             )
         )

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from gshare.agent.train.engine import Part
+from gshare.agent.train.part import Part
 from gshare.agent.train.runner import Runner
 
 

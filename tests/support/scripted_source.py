@@ -115,6 +115,7 @@ def nodes() -> tuple[f.NodeView, ...]:
             created=NOW - 3700,
             state="held",
             clients={"support": 6_000, "legal-r64": 5_000},
+            lease=False,
         ),
         ReservationInfo(
             id="d4e5f6",

@@ -20,7 +20,7 @@ GSHARE = """
 import os, sys
 from pathlib import Path
 from gshare.agent.jobs.spec import JobRequest
-from gshare.cli import finetune, main
+from gshare.cli import clone, finetune, main
 
 def prepare(run, console, *, resume):
     return Path(os.environ.get("STRAW_BASE", "/nonexistent")), [
@@ -29,6 +29,7 @@ def prepare(run, console, *, resume):
     ]
 
 finetune.prepare = prepare
+clone.prepare = lambda run, model_dir, console: prepare(run, console, resume=False)[1][0]
 sys.exit(main.main(sys.argv[1:]))
 """
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import ClassVar
 
 from gshare.agent.errors import GshareError
+from gshare.tui.actions import DONE, can_be
 from gshare.tui.board import Board
 from gshare.tui.facts import compared_facts, job_facts
 from gshare.tui.logs import log_lines
@@ -34,7 +35,8 @@ class AdapterView(View):
         Binding("n", "next(1)", "Next"),
         Binding("N", "next(-1)", "Previous", show=False),
         Binding("m", "mark", "Mark", show=False),
-        Binding("x", "act('stop')", "Stop"),
+        Binding("M", "unmark", "Unmark all", show=False),
+        Binding("x", "act('stop')", "Stop job"),
         Binding("z", "act('pause')", "Pause job", show=False),
         Binding("u", "act('resume')", "Resume job", show=False),
         Binding("y", "copy", "Copy directory", show=False),
@@ -163,10 +165,22 @@ class AdapterView(View):
         if self.about and not self.board.toggle_mark(self.about):
             self.notify("six are marked already", severity="warning", markup=False)
 
-    def action_act(self, action: ActionName) -> None:
+    def action_unmark(self) -> None:
+        """Out of a comparison: the first of it stays."""
         jobs = self.jobs()
-        if jobs:
-            self.post_message(Act(action, [job.job for job in jobs], [job.name for job in jobs]))
+        self.board.marked.clear()
+        if jobs and not self.about:
+            self.about = jobs[0].job
+            self.on_screen_resume()
+        else:
+            self.show_all()
+
+    def action_act(self, action: ActionName) -> None:
+        jobs = [job for job in self.jobs() if can_be(action, job.state)]
+        if not jobs:
+            self.notify(f"nothing here can be {DONE[action]}", severity="warning", markup=False)
+            return
+        self.post_message(Act(action, [job.job for job in jobs], [job.name for job in jobs]))
 
     def action_copy(self) -> None:
         for job in self.jobs()[:1]:

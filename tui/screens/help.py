@@ -18,10 +18,11 @@ from textual.keys import format_key
 from textual.screen import ModalScreen
 
 FILTERS = (
-    ("legal", "the word occurs in name, node, state, client, base or reason"),
-    ("state:running", "that text occurs in that column"),
-    ("val<1.3  lr>=1e-4", "numbers; what is not known never fits"),
-    ("-state:stopped", "a minus turns it around; several conditions must all hold"),
+    ("legal", "in name, node, state, client, base or reason"),
+    ("state:running", "in that column"),
+    ("val<1.3 lr>=1e-4", "numbers; what is not known never fits"),
+    ("-state:stopped", "a minus turns it around"),
+    ("", "of several conditions all must hold"),
 )
 
 
@@ -59,7 +60,7 @@ def help_lines(groups: Iterable[tuple[str, list[Binding]]]) -> list[TextLine]:
     lines += [[], [("Filter (/)", "head")]]
     lines += [[(f"  {text:<18}", "key"), (meaning, "")] for text, meaning in FILTERS]
     lines += [[], [("Signs", "head")]]
-    memory: list[Span] = [("  memory  ", ""), *LEGEND, ("   ? not known   * shared with the system", "dim")]
+    memory: list[Span] = [("  memory  ", ""), *LEGEND, ("   ? not known", "dim")]
     states: list[Span] = [("  states  ", "")]
     for name, (mark, role) in STATES.items():
         states += [(f"{mark} ", role), (f"{name}  ", "dim")]
@@ -67,6 +68,7 @@ def help_lines(groups: Iterable[tuple[str, list[Binding]]]) -> list[TextLine]:
             lines.append(states)
             states = [("          ", "")]
     lines += [states, memory]
+    lines.append([("          * after GiB: shared with the system", "dim")])
     lines.append([("  — is not known; grey is old; NaN and inf rank last", "dim")])
     return lines
 

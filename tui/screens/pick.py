@@ -19,7 +19,8 @@ class Pick(ModalScreen[str | None]):
     Pick { align: center middle; }
     Pick #box { width: 44; max-width: 90%; height: auto; max-height: 80%; border: round $accent;
                 background: $surface; border-title-color: $accent; }
-    Pick OptionList { height: auto; max-height: 100%; border: none; background: $surface; }
+    Pick OptionList { height: auto; max-height: 100%; background: $surface; }
+    Pick OptionList, Pick OptionList:focus { border: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
 

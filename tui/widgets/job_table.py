@@ -6,6 +6,7 @@ import math
 import time
 from typing import ClassVar, cast
 
+from gshare.tui.actions import DONE, can_be
 from gshare.tui.board import MAX_MARKED, Board
 from gshare.tui.columns import (
     FIELDS,
@@ -16,7 +17,6 @@ from gshare.tui.columns import (
     table_columns,
 )
 from gshare.tui.filters import BadFilter, JobTest, job_filter
-from gshare.tui.frames import ENDED
 from gshare.tui.messages import Act, Copy, Find, OpenJob
 from gshare.tui.rows import Job
 from gshare.tui.show import clean, joined
@@ -39,7 +39,7 @@ class JobTable(Grid):
         Binding("m,space", "mark", "Mark"),
         Binding("M", "unmark", "Unmark all", show=False),
         Binding("c", "compare", "Compare marked", show=False),
-        Binding("x", "act('stop')", "Stop"),
+        Binding("x", "act('stop')", "Stop job"),
         Binding("z", "act('pause')", "Pause job", show=False),
         Binding("u", "act('resume')", "Resume job", show=False),
         Binding("y", "copy", "Copy name", show=False),
@@ -189,8 +189,7 @@ class JobTable(Grid):
     def action_act(self, action: ActionName) -> None:
         """On the marked ones, else on the one under the cursor."""
         jobs = self._board.marked_jobs() or [job for job in (self.present(),) if job is not None]
-        if action != "resume":
-            jobs = [job for job in jobs if job.state not in ENDED]
+        jobs = [job for job in jobs if can_be(action, job.state)]
         if not jobs:
             self.app.notify(f"nothing here can be {DONE[action]}", severity="warning", markup=False)
             return
@@ -204,10 +203,6 @@ class JobTable(Grid):
         """The cells that are shown, for tests and copies."""
         row = self._row(key)
         return " ".join(joined(row.cells.get(column.key, ())).strip() for column, _ in self._columns)
-
-
-#: What an action has done to its targets.
-DONE = {"stop": "stopped", "pause": "paused", "resume": "resumed", "release": "released", "retry": "retried"}
 
 
 def _has_rank(job: Job) -> bool:

@@ -21,7 +21,7 @@ BARS = ((180, 60), (130, 40), (95, 26), (0, 20))
 def columns(bar: int) -> list[Column]:
     return [
         Column("node", "node", 9, flex=2, most=24),
-        Column("state", "state", 12),
+        Column("state", "state", 12, flex=6, most=19),  # "○ unreachable 99 m"
         Column("gpu", "device", 9, flex=3, most=30, rank=1),
         Column("bar", "memory", bar),
         Column("amount", "GiB", 12, right=True),

@@ -69,6 +69,13 @@ class ReservationTable(Grid):
             self.app.notify(
                 "it waits and holds nothing; stop its job instead", severity="warning", markup=False
             )
+        elif row.lease is False:
+            self.app.notify(
+                f"PID {row.pid} of {clean(row.user)} holds it and gives it back when it ends; only a "
+                "`gpu hold` can be released",
+                severity="warning",
+                markup=False,
+            )
         else:
             self.post_message(Act("release", [row.id], [f"{row.task or row.id} of {row.user}"]))
 
@@ -94,6 +101,6 @@ def reservation_cells(row: ReservationInfo, node: Node, board: Board) -> dict[st
         "budget": cell(gib(row.budget_mb)),
         "peak": cell(UNKNOWN if waits else gib(row.peak_mb), "bad" if over else ""),
         "since": cell(board.moment(row.created), "dim"),
-        "holder": cell(f"{clean(row.user)} PID {row.pid}", "dim"),
+        "holder": cell(f"{clean(row.user)} {'hold' if row.lease else f'PID {row.pid}'}", "dim"),
         "why": why,
     }

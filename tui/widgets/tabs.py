@@ -18,11 +18,14 @@ class Tabs(Line):
             super().__init__()
             self.view = view
 
+    _present = VIEWS[0]
+
     def trail(self, crumbs: list[tuple[str, str]], palette: Palette) -> None:
         """`crumbs`: (view, what it shows, "" for none), the present one last."""
-        present = crumbs[-1][0]
+        present = self._present = crumbs[-1][0]
         tabs = tuple(
-            (f" {i} {view} ", "cursor" if view == present else "dim") for i, view in enumerate(VIEWS, 1)
+            (label, "cursor" if view == present else "dim")
+            for label, view in zip(self._labels(present), VIEWS, strict=True)
         )
         path = " › ".join(clean(about) or view for view, about in crumbs)
         room = self.size.width - sum(cell_len(text) for text, _ in tabs) - 2
@@ -31,10 +34,17 @@ class Tabs(Line):
         told = room > 2 and (len(crumbs) > 1 or crumbs[-1][1])
         self.show(tabs, ((f"{path} ", "dim"),) if told else (), palette)
 
+    def _labels(self, present: str) -> list[str]:
+        """Of each view; numbers alone for those that are not shown where there is no room for all names."""
+        labels = [f" {i} {view} " for i, view in enumerate(VIEWS, 1)]
+        if sum(map(len, labels)) <= self.size.width:
+            return labels
+        return [f" {i} {view} " if view == present else f" {i} " for i, view in enumerate(VIEWS, 1)]
+
     def on_click(self, event: events.Click) -> None:
         x = 0
-        for i, view in enumerate(VIEWS, 1):
-            width = cell_len(f" {i} {view} ")
+        for label, view in zip(self._labels(self._present), VIEWS, strict=True):
+            width = len(label)
             if x <= event.x < x + width:
                 self.post_message(self.Picked(view))
             x += width

@@ -1,0 +1,145 @@
+"""What a sweep leaves in its directory, for its own resumption, the report and the dashboard.
+
+    <dir>/sweep.json        SweepRecord: what was asked for; written once, before the first job starts
+    <dir>/decisions.jsonl   Decision, one a line, fsynced: what was done with which configuration, and why
+    <dir>/<name>/           each configuration's own output_dir, as that of an ordinary run
+
+`decisions.jsonl` only grows; a last line that a kill has cut off is dropped by readers and by the next
+writer. Numbers that are not finite are null, as strict JSON has no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+from gshare.agent.errors import GshareError
+from gshare.agent.node.durable import read_struct, write_all, write_struct
+
+SWEEP_FILE = "sweep.json"
+DECISIONS_FILE = "decisions.jsonl"
+VERSION = 1
+
+DecisionEvent = Literal[
+    "started", "paused", "resumed", "stopped", "selected", "completed", "failed", "diverged", "cloned"
+]
+#: Why a configuration was stopped: the three patterns of early exit, or a person. Empty: it was not stopped.
+Pattern = Literal["", "divergence", "overfitting", "underperformance", "user"]
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration of a sweep. `samples` counts rows trained on, epochs included."""
+
+    name: str
+    hyper_parameters: dict[str, Any]  # those in which the configurations differ
+    total_steps: int
+    samples_total: int
+    output_dir: str
+
+
+class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`sweep.json`. `early_exit`: the settings as in the file's table, defaults filled in."""
+
+    version: int = VERSION
+    name: str
+    model: str
+    base_dtype: str
+    early_exit: dict[str, Any]
+    created: float  # seconds since the epoch
+    configurations: list[Configuration]
+    sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `decisions.jsonl`. `evidence`: the numbers that the decision follows from, by name."""
+
+    time: float  # seconds since the epoch
+    job: str
+    event: DecisionEvent
+    step: int = 0
+    samples: int = 0
+    pattern: Pattern = ""
+    reason: str = ""
+    evidence: dict[str, Any] = {}
+
+
+class DecisionLog:
+    """Appends to `decisions.jsonl`; every line is on the disk when `append` returns. One writer at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """GshareError when the file cannot be opened. A line that was cut off before is removed."""
+        self._path = directory / DECISIONS_FILE
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(self._path, flags, 0o666)
+            os.ftruncate(self._fd, self._path.read_bytes().rfind(b"\n") + 1)
+        except OSError as error:
+            raise GshareError(f"{self._path}: {error.strerror}") from None
+
+    def append(self, decision: Decision) -> None:
+        """GshareError when the disk does not take it; half a line is taken back."""
+        before = os.fstat(self._fd).st_size
+        try:
+            write_all(self._fd, msgspec.json.encode(decision) + b"\n")
+            os.fsync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, before)
+            raise GshareError(f"{self._path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> DecisionLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_sweep(directory: Path, record: SweepRecord) -> None:
+    """`sweep.json`, whole or not at all. GshareError when it cannot be written."""
+    try:
+        write_struct(directory / SWEEP_FILE, record)
+    except OSError as error:
+        raise GshareError(f"{directory / SWEEP_FILE}: {error.strerror}") from None
+
+
+def read_sweep(directory: Path) -> SweepRecord | None:
+    """None where there is no sweep. GshareError for one that is damaged or of a later version."""
+    record = read_struct(directory / SWEEP_FILE, SweepRecord)
+    if record is not None and record.version > VERSION:
+        raise GshareError(
+            f"{directory / SWEEP_FILE}: version {record.version} is newer than the {VERSION} known here; "
+            "use the gshare that wrote it"
+        )
+    return record
+
+
+def read_decisions(directory: Path) -> list[Decision]:
+    """All decisions, oldest first; none where there is no file. A last line without its end is dropped.
+
+    GshareError naming the line when another one is damaged: what is missing there would be decided again.
+    """
+    path = directory / DECISIONS_FILE
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off, or is empty
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise GshareError(f"{path}: {error.strerror}") from None
+    decisions = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            decisions.append(msgspec.json.decode(line, type=Decision))
+        except msgspec.MsgspecError as error:
+            raise GshareError(
+                f"{path}:{number}: not a decision of a sweep ({error}); remove the line, or the directory"
+            ) from None
+    return decisions

@@ -1,0 +1,252 @@
+"""`gshare jobs clone NAME --set KEY=VALUE … [--warm]`: a changed copy of a job joins the running trainer.
+
+The clone is this command's own job, as with `gshare finetune`: shown until it ends, stopped by Ctrl-C, left
+to a client in the background by --detach. Its parent may be anybody's of this user; nothing of it changes.
+A warm clone starts from the weights that its parent has between two rounds. They are kept in its `start/`,
+so that it is made again from there, whatever becomes of the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from gshare.agent.data.prepare import check_adapters, prepare_requests, run_estimate
+from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.clone import cloned_spec, free_name, parse_settings, spec_toml
+from gshare.agent.jobs.events import ENDED
+from gshare.agent.jobs.names import shorten
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, WarmStart
+from gshare.agent.service.joining import why_not_this, with_identity
+from gshare.agent.service.output_dir import (
+    LOCK_FILE,
+    RUN_FILE,
+    START_DIR,
+    RunRecord,
+    check_free_output_dir,
+    read_record,
+)
+from gshare.agent.service.protocol import TakeWeights, TrainerHello, WeightsTaken
+from gshare.agent.service.registry import TrainerConfig, is_held, read_json
+from gshare.cli.finetune import detach_run, supervise_run
+from gshare.cli.finetune_flags import ReserveFlags
+from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
+from gshare.cli.jobs import COMMAND_SECONDS, ClusterFlag, Found, connected, find_all, find_job
+from gshare.cli.streams import stderr_console
+from rich.console import Console
+from rich.text import Text
+
+#: The clone's job spec, for `gshare finetune --adapters-config`.
+SPEC_FILE = "clone.toml"
+_NO_FLAGS = ReserveFlags()
+
+
+def clone(
+    name: str,  # by position alone: --name is the clone's
+    /,
+    *,
+    set_: Annotated[Sequence[str], Parameter(name="--set", negative=())] = (),
+    new_name: Annotated[str | None, Parameter(name="--name")] = None,
+    warm: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    detach: Annotated[bool, Parameter(negative=())] = False,
+    cluster: ClusterFlag = None,
+    reserve_flags: ReserveFlags = _NO_FLAGS,
+) -> int:
+    """Train a changed copy of a running job beside it, from new weights or from the job's own.
+
+    The job itself goes on untouched. Ctrl-C checkpoints and stops the clone only.
+
+    Parameters
+    ----------
+    name
+        The job, as `gshare jobs` lists it.
+    set_
+        KEY=VALUE of the job spec, such as learning_rate=1e-4; once for every key that changes.
+    new_name
+        Of the clone; NAME-clone when left out. Its output_dir is a folder of that name beside the job's.
+    warm
+        Start from the job's weights of this moment, with a fresh optimizer, instead of from new ones.
+    json
+        One JSON line an event on stdout, the leaderboard last.
+    detach
+        Return when the clone runs; `gshare jobs` follows and stops it.
+    """
+    if cluster is not None:
+        raise UsageError(
+            "clone is for jobs of this machine for now; for a cold copy on the cluster `gshare submit` a "
+            "spec with the changed values"
+        )
+    settings = parse_settings(set_)
+    parent = find_job(name, running=False)
+    config, hello, record = _look(parent, warm=warm)
+    new_name = new_name or free_name(name, _names_taken(record.spec))
+    _check_name_is_free(new_name)
+    spec = cloned_spec(record.spec, settings, name=new_name, warm=warm, base_dir=Path.cwd())
+    run = RunSpec(
+        model=config.model,
+        base_dtype=config.base_dtype,  # type: ignore[arg-type]  # one of them: a run had it
+        schedule=config.schedule,  # type: ignore[arg-type]
+        max_tokens_per_pass=config.max_tokens_per_pass,
+        max_adapters_per_pass=config.max_adapters_per_pass,
+        adapters=(spec,),
+    )
+    out = Path(spec.output_dir)
+    _check_output_dir(run, out)
+    console = stderr_console()
+    model_dir = Path(config.model_dir)
+    request = prepare(run, model_dir, console)
+    config = _own_config(config, hello, run, request, reserve_flags, console, detach=detach)
+    try:
+        if warm:
+            request = msgspec.structs.replace(request, start=_take_weights(parent, out / START_DIR))
+        _write_spec(run, record, request, parent.status.job)
+        if detach:
+            return detach_run(config, [request], (), join=True)
+        code = supervise_run(config, [request], (), json_lines=json, join=True)
+    except BaseException:
+        _clear_up(out)
+        raise
+    _clear_up(out)
+    return code
+
+
+def prepare(run: RunSpec, model_dir: Path, console: Console) -> JobRequest:
+    """The clone's data tokenised and split, from the cache where it is the parent's."""
+    check_adapters(run, model_dir)
+    (request,) = prepare_requests(run, model_dir, resume=False, say=lambda line: console.print(Text(line)))
+    return request
+
+
+def _look(parent: Found, *, warm: bool) -> tuple[TrainerConfig, TrainerHello, RunRecord]:
+    """The parent's trainer, and what the parent was made from."""
+    status = parent.status
+    if parent.trainer is None:
+        raise UsageError(
+            f"job {status.job} has ended ({status.state}) and so has its trainer, and a clone joins a "
+            "running one; start a changed copy with `gshare finetune`"
+        )
+    if warm and status.state in ENDED:
+        raise UsageError(f"job {status.job} has ended ({status.state}): only a cold clone can be made of it")
+    if status.state == "queued":
+        why = status.reason or "its trainer loads the base"
+        raise RetryLater(f"job {status.job} has not started yet ({why}); clone it when it runs")
+    config = read_json(parent.trainer / "trainer.json", TrainerConfig)
+    with connected(parent.trainer) as client:
+        hello = client.hello
+    if hello.gshare != version("gshare"):
+        raise GshareError(
+            f"the trainer of job {status.job} is gshare {hello.gshare}, this is {version('gshare')}; use the "
+            "same"
+        )
+    record = read_record(Path(status.output_dir))
+    if record is None or record.spec.name != status.job:
+        raise GshareError(f"{Path(status.output_dir) / RUN_FILE}: not the record of job {status.job}")
+    return config, hello, record
+
+
+def _names_taken(spec: AdapterSpec) -> set[str]:
+    """Of jobs, and of what lies beside the parent's output_dir."""
+    beside = Path(spec.output_dir).parent
+    return {job.status.job for job in find_all()} | {entry.name for entry in beside.iterdir()}
+
+
+def _check_name_is_free(name: str) -> None:
+    if any(job.status.job == name and job.status.state not in ENDED for job in find_all()):
+        raise UsageError(f"--name {name}: a job of this name is running; choose another")
+
+
+def _check_output_dir(run: RunSpec, out: Path) -> None:
+    (spec,) = run.adapters
+    check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=False)
+    for entry in (out / START_DIR, out / SPEC_FILE):
+        if os.path.lexists(entry):
+            raise UsageError(f"{entry}: is there already; remove it, or choose another --name or output_dir")
+
+
+def _own_config(
+    theirs: TrainerConfig,
+    hello: TrainerHello,
+    run: RunSpec,
+    request: JobRequest,
+    flags: ReserveFlags,
+    console: Console,
+    *,
+    detach: bool,
+) -> TrainerConfig:
+    """The configuration with which the clone's client joins: the parent's, with a part of its own on the GPU.
+
+    UsageError: nobody can join that trainer from here.
+    """
+    gpu = None
+    if theirs.gpu is not None:
+        gpus = flags.gpus or hello.gpu or ",".join(theirs.gpu.gpus)
+        plan = plan_gpu(replace(flags, gpus=gpus), "auto", outlives=detach)
+        assert plan is not None, "GPUs that are named are found or refused"
+        if plan.note:
+            console.print(Text(f"warning: {plan.note}"))
+        estimate = partial(
+            run_estimate, run, Path(theirs.model_dir), [request], on_gpu=True, cards=plan.cards
+        )
+        gpu = request_gpu(plan, estimate, f"clone {request.spec.name}", shared=True)
+        console.print(Text(budget_line(plan, gpu, estimate)))
+    elif flags != _NO_FLAGS:
+        console.print(Text("flags of the GPU are not used: the trainer is on the CPU"))
+    mine = msgspec.structs.replace(theirs, gpu=gpu, base="", join_key="", joinable=True)
+    mine = with_identity(mine, join=True)
+    if reason := why_not_this(mine, theirs):
+        raise UsageError(f"the trainer {hello.trainer_id} cannot be joined from here: {reason}")
+    return mine
+
+
+def _take_weights(parent: Found, directory: Path) -> WarmStart:
+    assert parent.trainer is not None
+    _make(directory.parent)
+    with connected(parent.trainer) as client:
+        reply = client.ask(
+            TakeWeights, job=parent.status.job, directory=str(directory), timeout=COMMAND_SECONDS
+        )
+    assert isinstance(reply, WeightsTaken), reply
+    return reply.start
+
+
+def _write_spec(run: RunSpec, parent: RunRecord, request: JobRequest, name: str) -> None:
+    """`clone.toml`: with --resume it goes on with the clone, which knows its start by its directory."""
+    spec, start = request.spec, request.start
+    path = Path(spec.output_dir) / SPEC_FILE
+    how = f"warm, from step {start.step}, weights {start.sha256}" if start is not None else "cold"
+    keys = ("model", "base_dtype", "schedule", "max_tokens_per_pass", "max_adapters_per_pass")
+    values = {key: getattr(run, key) for key in keys} | {"model": parent.model}
+    comment = f"Clone of {name} ({how}). Goes on: gshare finetune --resume --adapters-config {path}"
+    _make(path.parent)
+    try:
+        path.write_text(spec_toml(values, spec, comment), encoding="utf-8")
+    except OSError as error:
+        raise GshareError(f"{path}: {error.strerror}") from None
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GshareError(f"{shorten(str(directory))}: {error.strerror}") from None
+
+
+def _clear_up(out: Path) -> None:
+    """Of a clone that never ran, nothing is left; what stood in the directory before stays."""
+    if (out / RUN_FILE).exists() or ((out / LOCK_FILE).exists() and is_held(out / LOCK_FILE)):
+        return
+    with contextlib.suppress(OSError):
+        shutil.rmtree(out / START_DIR, ignore_errors=True)
+        (out / SPEC_FILE).unlink(missing_ok=True)
+        (out / LOCK_FILE).unlink(missing_ok=True)
+        os.rmdir(out)

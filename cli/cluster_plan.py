@@ -1,0 +1,223 @@
+"""`gshare cluster plan`: which of several sweeps would run when, on how many GPUs. Nothing is run.
+
+    gshare cluster plan --gpus 8 --profile rates.json llama-70b.toml:4 qwen-32b.toml:2 llama-8b.toml
+
+A sweep's duration is its training tokens, all configurations to their last step, by the tokens a second that
+were measured. Early exits end it sooner, and then the rest is planned anew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json as json_module
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from cyclopts import Parameter
+from gshare.agent.errors import EXIT_OK, UsageError
+from gshare.agent.jobs.names import plain
+from gshare.cli.board import columns, duration
+from gshare.cli.streams import stderr_console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from gshare.agent.jobs.spec import JobRequest, RunSpec
+    from gshare.agent.jobs.sweep_spec import Range
+    from gshare.coordinator.plan import Plan
+    from rich.console import Console
+
+#: More is no plan of sweeps but a slip.
+MAX_GPUS = 4096
+INSTALL_PLAN = "pip install 'gshare[plan]'"
+
+
+class Work(NamedTuple):
+    """One sweep: what is to be trained, and how fast that goes."""
+
+    name: str
+    file: str
+    gpus: int
+    configurations: int
+    tokens: int
+    tokens_per_second: float
+
+
+def plan(
+    sweeps: Annotated[Sequence[str], Parameter(negative=())],
+    /,
+    *,
+    gpus: int,
+    tokens_per_second: float | None = None,
+    profile: Path | None = None,
+    seconds: float | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Plan several sweeps on the GPUs of a cluster: the order and places that end soonest. Nothing is run.
+
+    Parameters
+    ----------
+    sweeps
+        FILE or FILE:N, the TOML file of a sweep or run and how many GPUs it takes at once (1 when left out).
+    gpus
+        How many GPUs there are, all alike.
+    tokens_per_second
+        What one sweep trains, on all of its GPUs. Instead of --profile.
+    profile
+        A JSON file of measured rates, by model, base_dtype and GPUs.
+    seconds
+        How long to search for a better plan; 1 when left out.
+    json
+        One object: the tasks with their GPUs and times in seconds, the end, the bound, the gap.
+    """
+    from gshare.coordinator.plan import Task
+    from gshare.coordinator.planner import SOLVE_SECONDS, best_plan
+    from gshare.coordinator.throughput import duration_ms, read_profile
+
+    _check_flags(gpus, tokens_per_second, profile, seconds)
+    rates = read_profile(profile) if profile is not None else None
+
+    def rate(model: str, base_dtype: Any, count: int) -> float:
+        if rates is not None:
+            return rates.tokens_per_second(model, base_dtype, count)
+        assert tokens_per_second is not None
+        return tokens_per_second
+
+    console = stderr_console()
+    work = [_work(*_file_and_gpus(text), rate, console) for text in sweeps]
+    tasks = [Task(one.name, duration_ms(one.tokens, one.tokens_per_second), one.gpus) for one in work]
+    found = best_plan(
+        tasks, [str(i) for i in range(gpus)], seconds=SOLVE_SECONDS if seconds is None else seconds
+    )
+    if importlib.util.find_spec("ortools") is None:
+        note = f"longest first, for want of ortools: {INSTALL_PLAN} finds the best plan"
+        console.print(Text(note))
+    if json:
+        print(json_module.dumps(_as_json(found, work, gpus)))
+    else:
+        print("\n".join(_table(found, work)))
+    return EXIT_OK
+
+
+def _check_flags(gpus: int, rate: float | None, profile: Path | None, seconds: float | None) -> None:
+    if not 1 <= gpus <= MAX_GPUS:
+        raise UsageError(f"--gpus: {gpus} is not within 1 to {MAX_GPUS}")
+    if (rate is None) == (profile is None):
+        raise UsageError(
+            "give either --profile FILE or --tokens-per-second: how long a sweep takes follows from it"
+        )
+    if rate is not None and not 0 < rate < float("inf"):
+        raise UsageError(f"--tokens-per-second: {rate} is no rate; it must be above 0")
+    if seconds is not None and not 0 < seconds <= 3600:
+        raise UsageError(f"--seconds: {seconds} is not above 0 and at most 3600")
+
+
+def _file_and_gpus(text: str) -> tuple[Path, int]:
+    """ "FILE:4" → (FILE, 4); a file of that very name is meant as it stands."""
+    path, colon, count = text.rpartition(":")
+    if not colon or Path(text).exists() or not count.isdecimal():
+        return Path(text), 1
+    return Path(path), int(count[:9])
+
+
+def _work(path: Path, gpus: int, rate: Callable[[str, Any, int], float], console: Console) -> Work:
+    from gshare.agent.data.prepare import find_model, prepare_requests
+
+    name, run, draws = _read(path)
+    speed = rate(run.model, run.base_dtype, gpus)
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        """What is counted of a file, once: sixty configurations of a grid read the same one."""
+        of_data = line.partition(": ")[2]  # without the adapter's name
+        if of_data not in said:
+            said.add(of_data)
+            console.print(Text(f"{name}: {of_data}"))
+
+    requests = prepare_requests(run, find_model(run), resume=False, say=say)
+    tokens = draws * sum(training_tokens(request) for request in requests)
+    return Work(name, str(path), gpus, draws * len(requests), tokens, speed)
+
+
+def _read(path: Path) -> tuple[str, RunSpec, int]:
+    """(name, run, how often its configurations are trained): of a sampled sweep the first stands for all."""
+    from gshare.agent.jobs.faults import TomlFile
+    from gshare.agent.jobs.spec_file import load_run_spec
+    from gshare.agent.jobs.sweep_spec import SweepFile
+
+    if "sweep" not in TomlFile(path).table:
+        return path.stem, load_run_spec(path), 1
+    file = SweepFile(path)
+    sweep = file.spec()
+    if sweep.sampled is None:
+        return sweep.name, sweep.run, 1
+    first = {key: _lowest(value) for key, value in sweep.sampled.ranges.items()}
+    return sweep.name, file.spec([first]).run, sweep.sampled.n_trials
+
+
+def _lowest(value: Range | list[Any]) -> Any:
+    if isinstance(value, list):
+        return value[0]
+    return int(value.low) if value.low.is_integer() else value.low
+
+
+def training_tokens(request: JobRequest) -> int:
+    """Of all steps of a job; an epoch that it ends in counts by its share of steps."""
+    import numpy as np
+    from gshare.agent.data.sampler import Sampler
+    from gshare.agent.data.split import split_rows
+    from gshare.agent.data.tokens import TokenStore
+
+    spec = request.spec
+    assert spec.seed is not None
+    store = TokenStore.open(Path(request.train_store), request.train_hash)
+    rows = np.arange(store.n_rows)
+    if request.val_store is None:
+        rows = split_rows(store, val_fraction=spec.val_fraction, seed=spec.seed).train
+    try:
+        sampler = Sampler(
+            rows,
+            seed=spec.seed,
+            batch_size=spec.per_device_train_batch_size,
+            accumulation=spec.gradient_accumulation_steps,
+            num_train_epochs=spec.num_train_epochs,
+            max_steps=spec.max_steps,
+        )
+    except UsageError as error:
+        raise UsageError(f"adapter {spec.name}: {spec.data}: {error}") from None
+    return round(int(store.lengths[rows].sum()) * sampler.total_steps / sampler.steps_per_epoch)
+
+
+def _table(found: Plan, work: Sequence[Work]) -> list[str]:
+    by_name = {one.name: one for one in work}
+    lines = [("sweep", "configurations", "starts", "ends", "GPUs")]
+    for one in found.assignments:
+        count = str(by_name[one.task].configurations)
+        times = (duration(one.start_ms / 1000), duration(one.end_ms / 1000))
+        lines.append((plain(one.task), count, *times, ", ".join(one.gpus)))
+    end, bound, greedy = (duration(ms / 1000) for ms in (found.end_ms, found.bound_ms, found.greedy_ms))
+    how = "longest first" if found.method == "greedy" else f"CP-SAT (longest first: {greedy})"
+    gap = "proven best" if found.gap == 0 else f"no plan ends before {bound}, {found.gap:.2%} sooner"
+    return [*columns(lines), "", f"all done after {end}, {how}; {gap}"]
+
+
+def _as_json(found: Plan, work: Sequence[Work], gpus: int) -> dict[str, Any]:
+    by_name = {one.name: one for one in work}
+    return {
+        "type": "plan",
+        "gpus": gpus,
+        "method": found.method,
+        "makespan_s": found.makespan_ms / 1000,
+        "bound_s": found.bound_ms / 1000,
+        "greedy_s": found.greedy_ms / 1000,
+        "gap": found.gap,
+        "tasks": [
+            {
+                **by_name[one.task]._asdict(),
+                "gpus": [int(gpu) for gpu in one.gpus],
+                "start_s": one.start_ms / 1000,
+                "end_s": one.end_ms / 1000,
+            }
+            for one in found.assignments
+        ],
+    }

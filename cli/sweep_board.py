@@ -1,0 +1,80 @@
+"""The result of a sweep, from its directory alone: for people, and as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gshare.agent.jobs.sweep_records import Decision, SweepRecord, read_decisions, read_sweep
+from gshare.agent.service.journal import strict_json
+from gshare.cli.board import columns, number
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    """`winner` (None: no validation loss was a number) and `jobs`, best first; `samples` done and planned."""
+    record = read_sweep(directory)
+    assert record is not None, directory
+    rows = _rows(record, read_decisions(directory))
+    best = [row for row in rows if row["best_val_loss"] is not None]
+    return {
+        "type": "sweep",
+        "name": record.name,
+        "winner": best[0]["adapter"] if best else None,
+        "best": str(Path(best[0]["output_dir"]) / "best") if best else None,
+        "samples": sum(row["samples"] for row in rows),
+        "samples_total": sum(row["samples_total"] for row in rows),
+        "jobs": rows,
+    }
+
+
+def _rows(record: SweepRecord, decisions: list[Decision]) -> list[dict[str, Any]]:
+    last: dict[str, Decision] = {}
+    best: dict[str, float] = {}
+    for decision in decisions:
+        last[decision.job] = decision
+        loss = decision.evidence.get("best_val_loss")
+        if loss is not None:
+            best[decision.job] = loss
+    rows = []
+    for one in record.configurations:
+        decision = last.get(one.name)
+        rows.append(
+            {
+                "adapter": one.name,
+                "hyper_parameters": one.hyper_parameters,
+                "best_val_loss": best.get(one.name),
+                "state": decision.event if decision is not None else "queued",
+                "pattern": decision.pattern if decision is not None else "",
+                "step": decision.step if decision is not None else 0,
+                "total_steps": one.total_steps,
+                "samples": decision.samples if decision is not None else 0,
+                "samples_total": one.samples_total,
+                "output_dir": one.output_dir,
+                "reason": decision.reason if decision is not None else "",
+            }
+        )
+    # Equal losses keep the file's order, as the sweep's own choice of the winner does.
+    return sorted(rows, key=lambda row: (row["best_val_loss"] is None, row["best_val_loss"] or 0.0))
+
+
+def print_result(directory: Path, *, json_lines: bool) -> None:
+    """On stdout: it is what the command gives back."""
+    result = result_of(directory)
+    if json_lines:
+        print(json.dumps(strict_json(result), allow_nan=False), flush=True)
+        return
+    lines = [("", "configuration", "best val loss", "steps", "samples", "state")]
+    for place, row in enumerate(result["jobs"], start=1):
+        state = f"{row['state']}: {row['pattern']}" if row["pattern"] else row["state"]
+        samples = f"{row['samples']}/{row['samples_total']}"
+        steps = f"{row['step']}/{row['total_steps']}"
+        lines.append((str(place), row["adapter"], number(row["best_val_loss"]), steps, samples, state))
+    print("\n".join(columns(lines)))
+    done, planned = result["samples"], result["samples_total"]
+    if planned:
+        print(f"trained on {done:,} of {planned:,} samples: {1 - done / planned:.1%} saved")
+    if result["winner"] is None:
+        print("no winner: no configuration had a validation loss that is a number", flush=True)
+    else:
+        print(f"winner: {result['winner']}, its adapter in {result['best']}", flush=True)

@@ -1,0 +1,161 @@
+"""`gshare sweep plan`: what a sweep would do, from its machine alone, with nothing trained.
+
+The machine itself is driven, each job by as many tokens as its steps have, in the order in which they would
+end if all that train at once step together. No loss is known, so those that go on are taken to be the first
+of the file, and nobody's own losses stop it: what is saved by that comes on top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gshare.agent.data.work import Work
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.packing import Packing
+from gshare.agent.jobs.sweep import Action, Begin, Ended, Paused, Run, Sweep, Trial
+from gshare.agent.jobs.sweep_spec import SweepSpec
+from gshare.cli.board import columns, duration
+from gshare.cli.sweep_memory import Memory
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From one admission or end to the next: who trains at once."""
+
+    names: tuple[str, ...]
+    memory_mb: int
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    trials: Sequence[Trial]
+    work: Mapping[str, Work]
+    alone_mb: Mapping[str, int]
+    budget_mb: int
+    stages: Sequence[Stage]
+    tokens: float  # of the sweep, at most
+    tokens_in_full: float  # of training every configuration to its end
+    tokens_per_second: float | None
+
+
+def plan_of(
+    trials: Sequence[Trial],
+    work: Mapping[str, Work],
+    settings: EarlyExit,
+    memory: Memory,
+    *,
+    most: int,
+    tokens_per_second: float | None,
+) -> Plan:
+    """The plan of these configurations; of a sampled sweep, those of its first draw."""
+    by_name = {trial.name: trial for trial in trials}
+    place = {trial.name: float(index) for index, trial in enumerate(trials)}
+    sweep = Sweep(trials, settings, Packing(memory.fits, most=most))
+    done = dict.fromkeys(by_name, 0)
+    running: dict[str, int] = {}  # job: the step at which it pauses or ends
+    stages: list[Stage] = []
+
+    def start(actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Run):
+                running[action.job] = action.pause_at or by_name[action.job].total_steps
+
+    start(sweep.handle(Begin()))
+    while running:
+        steps = min(until - done[name] for name, until in running.items())
+        names = tuple(running)
+        tokens = 0.0
+        for name in names:
+            tokens += _tokens(work[name], done[name] + steps) - _tokens(work[name], done[name])
+            done[name] += steps
+        stages.append(Stage(names, memory.predicted_mb(names), tokens))
+        for name in names:
+            if done[name] < running[name]:
+                continue
+            del running[name]
+            if done[name] == by_name[name].total_steps:
+                start(sweep.handle(Ended(name, "completed", done[name], place[name], place[name])))
+            else:
+                start(sweep.handle(Paused(name, done[name], place[name])))
+    return Plan(
+        trials=trials,
+        work=work,
+        alone_mb={name: memory.predicted_mb([name]) for name in by_name},
+        budget_mb=memory.budget_mb,
+        stages=stages,
+        tokens=sum(stage.tokens for stage in stages),
+        tokens_in_full=sum(_tokens(work[trial.name], trial.total_steps) for trial in trials),
+        tokens_per_second=tokens_per_second,
+    )
+
+
+def _tokens(work: Work, step: int) -> float:
+    return work.samples(step) * work.mean_tokens
+
+
+def print_plan(plan: Plan, spec: SweepSpec, *, json_lines: bool) -> None:
+    """On stdout: it is what the command gives."""
+    rate = plan.tokens_per_second
+    seconds = plan.tokens / rate if rate else None
+    in_full = plan.tokens_in_full / rate if rate else None
+    if json_lines:
+        print(json.dumps(_as_json(plan, spec, seconds, in_full)), flush=True)
+        return
+    lines: list[tuple[str, ...]] = [("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")]
+    for trial in plan.trials:
+        samples = plan.work[trial.name].samples(trial.total_steps)
+        cells = (trial.batch, trial.total_steps, trial.boundary, samples, plan.alone_mb[trial.name])
+        lines.append((trial.name, *map(str, cells)))
+    print("\n".join(columns(lines)))
+    widest = max(plan.stages, key=lambda stage: stage.memory_mb)
+    most = max(len(stage.names) for stage in plan.stages)
+    print(
+        f"{len(plan.trials)} configurations, {most} at once at most; largest set {widest.memory_mb:,} MiB of "
+        f"{plan.budget_mb:,}"
+    )
+    if spec.sampled is not None:
+        print(
+            f"the first {len(plan.trials)} of {spec.sampled.n_trials}; the others are drawn from their losses"
+        )
+    print(
+        f"{plan.tokens:,.0f} tokens at most, of {plan.tokens_in_full:,.0f} in full "
+        f"({1 - plan.tokens / plan.tokens_in_full:.1%} less)"
+    )
+    time = (
+        f"{duration(seconds)} at most, {duration(in_full)} in full"
+        if rate
+        else "not known; --tokens-per-second says how fast it trains"
+    )
+    print(f"time: {time}", flush=True)
+
+
+def _as_json(plan: Plan, spec: SweepSpec, seconds: float | None, in_full: float | None) -> dict[str, Any]:
+    return {
+        "type": "sweep_plan",
+        "name": spec.name,
+        "budget_mb": plan.budget_mb,
+        "configurations": [
+            {
+                "name": trial.name,
+                "hyper_parameters": values,
+                "batch": trial.batch,
+                "total_steps": trial.total_steps,
+                "boundary": trial.boundary,
+                "samples_total": plan.work[trial.name].samples(trial.total_steps),
+                "memory_mb": plan.alone_mb[trial.name],
+            }
+            for trial, values in zip(plan.trials, spec.hyper_parameters, strict=True)
+        ],
+        "stages": [
+            {"names": list(stage.names), "memory_mb": stage.memory_mb, "tokens": stage.tokens}
+            for stage in plan.stages
+        ],
+        "tokens": plan.tokens,
+        "tokens_in_full": plan.tokens_in_full,
+        "seconds": seconds,
+        "seconds_in_full": in_full,
+    }

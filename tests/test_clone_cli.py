@@ -1,0 +1,184 @@
+"""`gshare jobs clone` as a user meets it, over an engine of straw: who joins what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import msgspec
+import pytest
+from gshare.agent.service import registry
+from gshare.agent.service.output_dir import read_record
+
+SUPPORT = Path(__file__).parent / "support"
+sys.path.insert(0, str(SUPPORT))
+from fake_runner import weights_after  # noqa: E402
+from joining_clients import make_base, wait_for  # noqa: E402
+from straw_runs import LONG, flags, gshare, own_ledger, read_until, start  # noqa: E402
+
+#: More flags of the parent's run, for the tests that need them.
+SHORT = "steps=9,sleep=0.01"
+
+
+@pytest.fixture(autouse=True)
+def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_ledger(tmp_path, monkeypatch)
+    monkeypatch.delenv("GSHARE_DEVICES")
+    monkeypatch.setenv("STRAW_BASE", str(make_base(tmp_path / "base", b"weights")))
+
+
+@pytest.fixture
+def parent() -> Iterator[Popen[str]]:
+    """Job a, of a client of its own, that runs until the test ends."""
+    process = start(*flags("a", LONG))
+    read_until(process, "step 1 of")
+    yield process
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130, "the parent did not go on until it was stopped"
+
+
+def script(name: str, text: str = SHORT) -> str:
+    Path(f"{name}.jsonl").write_text(text)
+    return f"data={name}.jsonl"
+
+
+def weights(name: str) -> str:
+    return Path("out", name, "adapter_model.safetensors").read_text()
+
+
+def files(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()}
+
+
+def test_a_cold_clone_joins_the_trainer_of_another_client(parent: Popen[str]) -> None:
+    (trainer,) = registry.live_trainers()
+    code, out, err = gshare("jobs", "clone", "a", "--set", "lr=1e-3", "--set", script("b"))
+    assert code == 0, err
+    assert f"joins trainer {trainer.name} of job a" in err
+    assert "a-clone" in out
+    assert registry.live_trainers() == [trainer]
+    assert weights("a-clone") == weights_after("a-clone", 9)
+    record, of_parent = read_record(Path("out/a-clone")), read_record(Path("out/a"))
+    assert record is not None
+    assert of_parent is not None
+    assert record.start is None
+    changes = {"name": "a-clone", "learning_rate": 1e-3, "data": str(Path("b.jsonl").absolute())}
+    changes["output_dir"] = str(Path("out/a-clone").absolute())
+    assert record.spec == msgspec.structs.replace(of_parent.spec, **changes)
+
+
+def test_a_warm_clone_starts_from_the_weights_of_that_moment_and_says_so(parent: Popen[str]) -> None:
+    code, _, err = gshare("jobs", "clone", "a", "--set", script("b"), "--name", "b", "--warm", "--json")
+    assert code == 0, err
+    record = read_record(Path("out/b"))
+    assert record is not None
+    assert record.start is not None
+    assert (record.start.parent, record.start.directory) == ("a", str(Path("out/b/start").absolute()))
+    at = record.start.step
+    assert at >= 1
+    assert Path("out/b/start/adapter_model.safetensors").read_text() == weights_after("a", at)
+    assert weights("b") == weights_after("b", 9, weights_after("a", at))
+    assert weights("b") != weights_after("b", 9)
+
+
+def test_ctrl_c_stops_the_clone_alone_and_its_file_goes_on_with_it(parent: Popen[str]) -> None:
+    clone = start("jobs", "clone", "a", "--set", script("b", LONG), "--name", "b", "--warm")
+    read_until(clone, "b: step 1 of")
+    clone.send_signal(signal.SIGINT)
+    clone.communicate(timeout=60)
+    assert clone.returncode == 130
+    script("b")  # nine steps now
+    done = json.loads(Path("out/b/checkpoint.json").read_text())["step"]
+    script("b", f"steps={done + 5}")
+    record = read_record(Path("out/b"))
+    assert record is not None
+    assert record.start is not None
+    code, _, err = gshare("finetune", "--resume", "--adapters-config", "out/b/clone.toml")
+    assert code == 0, err
+    assert weights("b") == weights_after("b", done + 5, weights_after("a", record.start.step))
+    after = read_record(Path("out/b"))
+    assert after is not None
+    assert after.start == record.start
+    code, _, err = gshare("finetune", "--adapters-config", "out/b/clone.toml")
+    assert code == 2
+    assert "holds another run (start: a at step" in err
+
+
+def test_a_detached_clone_is_listed_and_lives_on(parent: Popen[str]) -> None:
+    code, out, err = gshare("jobs", "clone", "a", "--set", script("b", LONG), "--name", "b", "--detach")
+    assert (code, out) == (0, "b\n"), err
+    code, out, _ = gshare("jobs", "list", "--json")
+    assert {job["job"] for job in map(json.loads, out.splitlines())} == {"a", "b"}
+    assert gshare("jobs", "stop", "b")[0] == 0
+    assert gshare("jobs", "attach", "b")[0] == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["aa", "--warm"], "no job named aa; did you mean a?"),
+        (["a"], "nothing of a is changed"),
+        (["a", "--set", "learning_rte=1"], "did you mean 'learning_rate'?"),
+        (["a", "--warm", "--set", "r=8"], "a warm clone has the shapes of its parent's weights"),
+        (["a", "--warm", "--name", "a"], "--name a: a job of this name is running"),
+        (["a", "--warm", "--set", "output_dir=taken"], "start: is there already"),
+        (["a", "--warm", "--set", "output_dir=out/a"], "lie one inside the other"),
+        (["a", "--warm", "--set", "output_dir=out/a/b"], "lie one inside the other"),
+        (["a", "--warm", "--cluster", "cluster.toml"], "for jobs of this machine for now"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
+    parent: Popen[str], arguments: list[str], message: str
+) -> None:
+    Path("taken/start").mkdir(parents=True)
+    code, out, err = gshare("jobs", "clone", *arguments)
+    said = [line for line in err.splitlines() if line.startswith("gshare: ")]
+    assert (code, out, len(said)) == (2, "", 1), err
+    assert message in said[0]
+    assert files(Path("out")) == {"a"}
+    assert files(Path("taken")) == {"start"}
+
+
+def test_a_clone_that_is_refused_leaves_nothing(parent: Popen[str]) -> None:
+    code, _, err = gshare("jobs", "clone", "a", "--set", script("b", "refuse=1"), "--name", "b", "--warm")
+    assert code == 1
+    assert "refused by its script" in err
+    assert files(Path("out")) == {"a"}
+
+
+def test_a_trainer_that_nobody_joins_has_no_clones(tmp_path: Path) -> None:
+    own = start(*flags("a", LONG, "--no-join"))
+    read_until(own, "step 1 of")
+    code, _, err = gshare("jobs", "clone", "a", "--warm")
+    assert code == 2
+    assert "cannot be joined from here: it was started with --no-join" in err
+    assert files(Path("out")) == {"a"}
+    own.send_signal(signal.SIGINT)
+    own.communicate(timeout=60)
+
+
+def test_a_job_that_has_ended_with_its_trainer_is_not_cloned_but_one_whose_trainer_lives_is_cold(
+    parent: Popen[str],
+) -> None:
+    done = start(*flags("d", SHORT))
+    done.communicate(timeout=60)
+    code, _, err = gshare("jobs", "clone", "d", "--warm")
+    assert code == 2
+    assert "job d has ended (completed): only a cold clone" in err
+    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
+    assert code == 0, err
+    assert weights("e") == weights_after("e", 9)
+
+
+def test_with_its_trainer_gone_too_there_is_none_to_join() -> None:
+    done = start(*flags("d", SHORT))
+    done.communicate(timeout=60)
+    wait_for(lambda: not list(registry.trainer_dirs()))
+    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3")
+    assert code == 2
+    assert "has ended (completed) and so has its trainer" in err

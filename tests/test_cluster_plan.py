@@ -1,0 +1,245 @@
+"""`gshare cluster plan`: durations from the data and a measured rate, one message for what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from gshare.agent.base.tiny import make_tiny_checkpoint
+from gshare.agent.data.prepare import prepare_requests
+from gshare.agent.errors import UsageError
+from gshare.agent.jobs.spec_file import load_run_spec
+from gshare.agent.train.job import JobData
+from gshare.cli.cluster_plan import training_tokens
+from gshare.cli.main import main
+from gshare.coordinator.plan import MAX_DURATION_MS
+from gshare.coordinator.throughput import duration_ms, read_profile
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("base") / "tiny", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"row {i} " + "word " * (i % 7)} for i in range(23)]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path
+
+
+def run_file(name: str, model: Path, *, keys: str = "num_train_epochs = 2", adapters: int = 1) -> str:
+    text = f'model = "{model}"\nbase_dtype = "fp32"\n[defaults]\ndata = "data.jsonl"\n{keys}\n'
+    text += "".join(f'[[adapter]]\noutput_dir = "out/{name}-{i}"\n' for i in range(adapters))
+    Path(f"{name}.toml").write_text(text, encoding="utf-8")
+    return f"{name}.toml"
+
+
+def profile(*rates: dict[str, object], **top: object) -> str:
+    Path("rates.json").write_text(json.dumps({"version": 1, "rates": rates, **top}), encoding="utf-8")
+    return "rates.json"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    """One object, and on stderr one line a sweep about its one data file."""
+    assert main(["cluster", "plan", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("23 rows") == sum(".toml" in argument for argument in arguments)
+    return json.loads(captured.out)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "num_train_epochs = 3",
+        "num_train_epochs = 2\nper_device_train_batch_size = 4",
+        "max_steps = 20\nper_device_train_batch_size = 2\ngradient_accumulation_steps = 5",
+        "num_train_epochs = 1\nval_fraction = 0",
+        'num_train_epochs = 1\nval_data = "data.jsonl"',
+    ],
+)
+def test_tokens_are_those_that_the_steps_take(here: Path, model: Path, keys: str) -> None:
+    run = load_run_spec(here / run_file("a", model, keys=keys))
+    (request,) = prepare_requests(run, model, resume=False, say=lambda line: None)
+    data = JobData.open(request)
+    taken = [
+        sum(int(data.train.lengths[i]) for batch in data.sampler.step_rows(step) for i in batch)
+        for step in range(data.sampler.total_steps)
+    ]
+    # The part of an epoch is a mean: its rows are within a step's of it.
+    part = data.sampler.total_steps % data.sampler.steps_per_epoch
+    assert abs(training_tokens(request) - sum(taken)) <= (max(taken) if part else 0)
+
+
+def test_the_plan_of_two_runs(here: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide, narrow = run_file("wide", model), run_file("narrow", model, adapters=3)
+    rates = profile(
+        {"model": str(model), "base_dtype": "fp32", "gpus": 2, "tokens_per_second": 20.0},
+        {"model": "tiny", "base_dtype": "fp32", "tokens_per_second": 10.0},
+    )
+    told = plan(capsys, f"{wide}:2", narrow, "--gpus", "2", "--profile", rates)
+    tasks = {task["name"]: task for task in told["tasks"]}  # type: ignore[attr-defined]
+    assert sorted(tasks["wide"]["gpus"]) == [0, 1]
+    assert len(tasks["narrow"]["gpus"]) == 1
+    assert tasks["narrow"]["tokens"] == 3 * tasks["wide"]["tokens"] > 0
+    assert (tasks["narrow"]["configurations"], tasks["narrow"]["tokens_per_second"]) == (3, 10.0)
+    takes = {name: task["end_s"] - task["start_s"] for name, task in tasks.items()}
+    assert takes["narrow"] == pytest.approx(6 * takes["wide"], abs=0.01)
+    # They share a GPU, so one is after the other, and that is proven.
+    assert told["makespan_s"] == told["bound_s"] == pytest.approx(sum(takes.values()))
+    assert (told["type"], told["gap"], told["gpus"]) == ("plan", 0.0, 2)
+
+
+def test_sweeps_count_every_configuration(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grid, and a sampled one, of whose trials none is drawn yet; both over keys that move no token."""
+    one = run_file("one", model)
+    template = Path(one).read_text(encoding="utf-8")
+    Path("grid.toml").write_text(template + "[sweep.grid]\nr = [4, 8, 16]\nlora_dropout = [0.0, 0.1]\n")
+    Path("drawn.toml").write_text(
+        template
+        + "[sweep]\nn_trials = 5\n[sweep.ranges]\nlearning_rate = { low = 1e-5, high = 1e-3 }\nr = [4, 8]\n"
+    )
+    for file, name in (("grid.toml", "grid"), ("drawn.toml", "drawn")):
+        text = Path(file).read_text(encoding="utf-8")
+        Path(file).write_text(text.replace("out/one-0", f"out/{name}"), encoding="utf-8")
+    told = plan(capsys, one, "grid.toml", "drawn.toml", "--gpus", "3", "--tokens-per-second", "9")
+    tokens = {task["file"]: (task["configurations"], task["tokens"]) for task in told["tasks"]}  # type: ignore[attr-defined]
+    single = tokens[one][1]
+    assert tokens == {one: (1, single), "grid.toml": (6, 6 * single), "drawn.toml": (5, 5 * single)}
+
+
+def test_the_table_names_sweeps_times_and_the_gap(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [run_file(name, model) for name in ("one", "two")]
+    assert main(["cluster", "plan", *files, "--gpus", "2", "--tokens-per-second", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["sweep", "configurations", "starts", "ends", "GPUs"]
+    assert lines[1].split()[:3] == ["one", "1", "0:00"]
+    assert lines[2].split()[:3] == ["two", "1", "0:00"]
+    assert {lines[1].split()[-1], lines[2].split()[-1]} == {"0", "1"}
+    assert "proven best" in lines[-1]
+
+
+def test_without_the_solver_it_says_so(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str, *rest: object) -> object:
+        return None if name == "ortools" else real(name, *rest)  # type: ignore[arg-type]
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    arguments = ["cluster", "plan", run_file("a", model), "--gpus", "1", "--tokens-per-second", "1"]
+    assert main(arguments) == 0
+    assert "gshare[plan]" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
+    assert main(arguments) == 0
+    assert "gshare[plan]" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["a.toml", "--gpus", "1"], "either --profile FILE or --tokens-per-second"),
+        (
+            ["a.toml", "--gpus", "1", "--tokens-per-second", "1", "--profile", "rates.json"],
+            "either --profile",
+        ),
+        (["a.toml", "--gpus", "0", "--tokens-per-second", "1"], "--gpus: 0"),
+        (["a.toml", "--gpus", "1", "--tokens-per-second", "0"], "--tokens-per-second: 0.0"),
+        (["a.toml", "--gpus", "1", "--tokens-per-second", "nan"], "--tokens-per-second: nan"),
+        (["a.toml", "--gpus", "1", "--tokens-per-second", "1", "--seconds", "0"], "--seconds: 0.0"),
+        (["a.toml:4", "--gpus", "2", "--tokens-per-second", "1"], "task 'a': needs 4 GPUs at once"),
+        (["a.toml:0", "--gpus", "2", "--tokens-per-second", "1"], "task 'a': needs 0 GPUs"),
+        (["a.toml", "a.toml", "--gpus", "2", "--tokens-per-second", "1"], "another of that name"),
+        (["b.toml", "--gpus", "2", "--tokens-per-second", "1"], "b.toml"),
+        (["a.toml", "--gpus", "2", "--profile", "none.json"], "none.json: cannot be read"),
+        (["a.toml:2", "--gpus", "2", "--profile", "rates.json"], "no rate of"),
+        (["--gpus", "2", "--tokens-per-second", "1"], "SWEEPS"),
+    ],
+)
+def test_faults(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    run_file("a", model)
+    profile({"model": "tiny", "base_dtype": "fp32", "tokens_per_second": 10.0})
+    assert main(["cluster", "plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert part in captured.err
+    assert captured.err.count("gshare: ") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("rates", "top", "part"),
+    [
+        (
+            [{"model": "m", "base_dtype": "fp32", "tokens_per_second": 0}],
+            {},
+            "rate 1 ('m'): tokens_per_second",
+        ),
+        ([{"model": "m", "base_dtype": "fp8", "tokens_per_second": 1}], {}, "fp8"),
+        ([{"model": "m", "base_dtype": "fp32"}], {}, "tokens_per_second"),
+        (
+            [{"model": "m", "base_dtype": "fp32", "tokens_per_second": 1, "gpus": 0}],
+            {},
+            "gpus must be at least 1",
+        ),
+        ([{"model": "m", "base_dtype": "fp32", "tokens_per_second": 1, "cards": 1}], {}, "cards"),
+        ([{"model": "m", "base_dtype": "fp32", "tokens_per_second": 1}] * 2, {}, "is there twice"),
+        ([], {"version": 2}, "has version 2"),
+    ],
+)
+def test_faults_of_a_profile(
+    here: Path, rates: list[dict[str, object]], top: dict[str, object], part: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_profile(Path(profile(*rates, **top)))
+    assert part in str(caught.value)
+    assert str(caught.value).startswith("rates.json: ")
+
+
+def test_a_profile_of_another_kind_or_size_is_refused(here: Path) -> None:
+    file = Path("other")
+    for content, part in (
+        (b"\xff\xfe", "is no profile"),
+        (b"[]", "is no profile"),
+        (b" " * (2 << 20), "1 MiB"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=part):
+            read_profile(file)
+
+
+def test_which_rate_is_taken(here: Path) -> None:
+    rates = read_profile(
+        Path(
+            profile(
+                {"model": "org/m", "base_dtype": "bf16", "tokens_per_second": 1.0},
+                {"model": "m", "base_dtype": "bf16", "tokens_per_second": 2.0},
+                {"model": "m", "base_dtype": "nf4", "tokens_per_second": 3.0},
+            )
+        )
+    )
+    assert rates.tokens_per_second("org/m", "bf16", 1) == 1.0
+    assert rates.tokens_per_second("/models/m", "bf16", 1) == 2.0
+    assert rates.tokens_per_second("/models/m", "nf4", 1) == 3.0
+    with pytest.raises(UsageError, match=r"it has bf16 on 1 GPUs, nf4 on 1 GPUs"):
+        rates.tokens_per_second("m", "int8", 1)
+    with pytest.raises(UsageError, match=r"it has the models m, org/m"):
+        rates.tokens_per_second("other", "bf16", 1)
+
+
+def test_durations_are_whole_milliseconds_within_what_a_plan_takes() -> None:
+    assert [duration_ms(*it) for it in ((0, 5.0), (1, 3.0), (10, 5.0), (10**18, 1e-9))] == [
+        1,
+        334,
+        2000,
+        MAX_DURATION_MS,
+    ]

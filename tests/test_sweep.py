@@ -1,0 +1,246 @@
+"""A sweep's machine: the same winner whatever fits at once and whoever is killed; nobody loses steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.packing import Packing
+from gshare.agent.jobs.sweep import (
+    Action,
+    Added,
+    Ask,
+    Begin,
+    Ended,
+    Note,
+    Paused,
+    Resumed,
+    Run,
+    Stop,
+    Sweep,
+    Trial,
+)
+from gshare.agent.jobs.sweep_records import Decision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweep_engine import Curve, Engine
+
+#: Few values, so that ties are common.
+LOSS = st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0]) | st.floats(0.01, 9.0)
+
+
+@st.composite
+def _curves(draw: st.DrawFn) -> dict[str, Curve]:
+    curves = {}
+    for number in range(draw(st.integers(1, 9))):
+        losses = tuple(draw(st.lists(LOSS, min_size=1, max_size=12)))
+        exit_at = draw(st.integers(0, len(losses))) if draw(st.booleans()) else 0
+        nan_at = draw(st.integers(2, 12)) if draw(st.integers(0, 4)) == 0 else 0
+        curves[f"j{number}"] = Curve(losses, exit_at, nan_at, draw(st.sampled_from([1, 2, 4])))
+    return curves
+
+
+def _expected(curves: dict[str, Curve], early: EarlyExit) -> tuple[dict[str, int], set[str], str | None]:
+    """From the definition: each job's last step, who was selected, and the winner."""
+    last: dict[str, int] = {}
+    ranked: list[tuple[float, int, str]] = []
+    for index, (name, curve) in enumerate(curves.items()):
+        ends = [step for step in (curve.exit_at, curve.nan_at) if 0 < step <= len(curve.losses)]
+        last[name] = min(ends, default=len(curve.losses))
+        boundary = math.ceil(early.warmup * len(curve.losses) - 1e-9)
+        if boundary >= len(curve.losses):
+            if not ends:
+                ranked.append((curve.losses[-1], index, name))
+        elif last[name] > boundary:
+            ranked.append((curve.losses[boundary - 1], index, name))
+            if not early.underperformance:
+                continue
+    keep = math.ceil(early.keep * len(curves) - 1e-9) if early.underperformance else len(ranked)
+    selected = set()
+    for place, (_, _, name) in enumerate(sorted(ranked)):
+        boundary = math.ceil(early.warmup * len(curves[name].losses) - 1e-9)
+        if boundary >= len(curves[name].losses):
+            continue
+        if place < keep:
+            selected.add(name)
+        else:
+            last[name] = boundary
+    best = []
+    for index, (name, curve) in enumerate(curves.items()):
+        seen = curve.losses[: last[name]]
+        best.append((min(seen), index, name))
+    return last, selected, min(best)[2] if best else None
+
+
+def _selected(engine: Engine) -> set[str]:
+    return {one.job for one in engine.decisions if one.event == "selected"}
+
+
+def _check(engine: Engine, sweep: Sweep) -> None:
+    last, selected, winner = _expected(engine.curves, engine.settings)
+    assert _selected(engine) == selected
+    assert {name: max(steps) for name, steps in engine.steps_done.items()} == last
+    assert sweep.winner == winner
+    assert engine.at_once <= engine.most or engine.most == 0
+    for name, steps in engine.steps_done.items():
+        assert set(steps) == set(range(1, last[name] + 1)), name
+
+
+EARLY = st.builds(
+    EarlyExit,
+    warmup=st.sampled_from([0.05, 0.2, 0.5, 0.9]),
+    keep=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+    underperformance=st.sampled_from([True, True, True, False]),
+)
+
+
+@given(_curves(), EARLY, st.integers(0, 4), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_the_result_is_that_of_the_definition_whatever_fits_at_once(
+    curves: dict[str, Curve], early: EarlyExit, most: int, seed: int
+) -> None:
+    engine = Engine(curves, early, most, 0, seed)
+    _check(engine, engine.run())
+    for name, steps in engine.steps_done.items():
+        assert steps == sorted(set(steps)), f"{name} made a step twice"
+
+
+@given(_curves(), EARLY, st.integers(0, 4), st.integers(1, 12), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_kills_at_any_action_change_nothing(
+    curves: dict[str, Curve], early: EarlyExit, most: int, kills: int, seed: int
+) -> None:
+    engine = Engine(curves, early, most, kills, seed)
+    _check(engine, engine.run())
+
+
+class _Hasty(Sweep):
+    """Ranks whoever is there as soon as somebody is: what a sweep that did not rotate would do."""
+
+    def _go_on(self) -> list[Action]:
+        return [*self._rank(), *self._admit()]
+
+
+class _Rounding(Sweep):
+    """Reads losses back less exactly than they were written."""
+
+    def replay(self, decisions: Sequence[Decision]) -> None:  # type: ignore[override]
+        super().replay([msgspec.structs.replace(one, evidence=_rounded(one.evidence)) for one in decisions])
+
+
+def _rounded(evidence: dict[str, object]) -> dict[str, object]:
+    return {key: round(value) if isinstance(value, float) else value for key, value in evidence.items()}
+
+
+@pytest.mark.parametrize(("broken", "kills"), [(_Hasty, 0), (_Rounding, 5)])
+def test_the_properties_notice_a_broken_machine(broken: type[Sweep], kills: int) -> None:
+    curves = {f"j{i}": Curve(tuple(9.0 - i / 50 - step / 10 for step in range(10))) for i in range(8)}
+    wrong = 0
+    for seed in range(20):
+        engine = Engine(curves, EarlyExit(warmup=0.2), 2, kills, seed, broken)
+        try:
+            _check(engine, engine.run())
+        except AssertionError:
+            wrong += 1
+    assert wrong > 0
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def _sweep(count: int, *, most: int = 0, **early: object) -> Sweep:
+    trials = [Trial.of(f"j{i}", batch=1, total_steps=20, warmup=0.05) for i in range(count)]
+    return Sweep(trials, EarlyExit(**early), Packing(lambda names: True, most=most))  # type: ignore[arg-type]
+
+
+def _of(actions: Sequence[Action], kind: type[Action]) -> list[str]:
+    return [action.job for action in actions if isinstance(action, kind) and not isinstance(action, Ask)]
+
+
+def test_the_boundary_is_rounded_up_and_lies_before_the_last_step() -> None:
+    def boundary(steps: int, warmup: float) -> int:
+        return Trial.of("a", batch=1, total_steps=steps, warmup=warmup).boundary
+
+    assert [boundary(steps, 0.05) for steps in (1, 2, 20, 21, 100)] == [0, 1, 1, 2, 5]
+    assert boundary(30, 0.1) == 3  # 0.1 · 30 is above 3 in floats
+
+
+def test_a_quarter_is_kept_rounded_up_and_the_rest_is_stopped_with_evidence() -> None:
+    sweep = _sweep(5)
+    assert _of(sweep.handle(Begin()), Run) == ["j0", "j1", "j2", "j3", "j4"]
+    actions: list[Action] = []
+    for i in range(5):
+        actions = sweep.handle(Paused(f"j{i}", 1, 5.0 - i))
+    assert _of(actions, Run) == ["j3", "j4"]  # in the order of the file, as all fit
+    assert _of(actions, Stop) == ["j2", "j1", "j0"]
+    stops = [one for one in actions if isinstance(one, Note) and one.event == "stopped"]
+    assert {one.pattern for one in stops} == {"underperformance"}
+    assert stops[0].evidence["rank"] == 3
+    assert stops[0].evidence["last_kept_val_loss"] == 2.0
+    assert "validation loss 3 is number 3 of 5 at the end of the warm-up; 2 go on, up to 2" in stops[0].reason
+
+
+def test_slots_are_filled_as_they_come_free_and_the_ranking_waits_for_the_last() -> None:
+    sweep = _sweep(4, most=2)
+    assert _of(sweep.handle(Begin()), Run) == ["j0", "j1"]
+    assert _of(sweep.handle(Paused("j1", 1, 1.0)), Run) == ["j2"]
+    assert _of(sweep.handle(Ended("j0", "diverged", 1, reason="nan")), Run) == ["j3"]
+    assert sweep.handle(Paused("j2", 1, 2.0))[1:] == []
+    last = sweep.handle(Paused("j3", 1, 3.0))
+    assert _of(last, Stop) == ["j2", "j3"]
+    assert Run("j1", 0) in last
+
+
+def test_a_person_steers() -> None:
+    """Stopped before the ranking: not ranked. Resumed at the boundary: not stopped by the ranking."""
+    sweep = _sweep(4)
+    sweep.handle(Begin())
+    sweep.handle(Paused("j0", 1, 1.0))
+    sweep.handle(Ended("j0", "stopped", 1, 1.0, 1.0, "user", "stopped by hand"))
+    sweep.handle(Paused("j1", 1, 9.0))
+    assert _of(sweep.handle(Resumed("j1", 1)), Note) == ["j1"]
+    sweep.handle(Paused("j2", 1, 2.0))
+    actions = sweep.handle(Paused("j3", 1, 3.0))
+    assert Run("j2", 0) in actions
+    assert _of(actions, Stop) == ["j3"]
+    assert sweep.phase("j1") == "training"
+
+
+def test_all_diverged_is_an_end_without_a_winner() -> None:
+    sweep = _sweep(2)
+    sweep.handle(Begin())
+    sweep.handle(Ended("j0", "diverged", 1))
+    assert not sweep.done
+    sweep.handle(Ended("j1", "failed", 1))
+    assert sweep.done
+    assert sweep.winner is None
+
+
+def test_a_failed_job_is_tried_again_when_resumed_unless_the_others_were_ranked() -> None:
+    def resumed(*decisions: Decision) -> list[str]:
+        sweep = _sweep(2)
+        sweep.replay(decisions)
+        return _of(sweep.handle(Begin()), Run)
+
+    failed = Decision(time=0, job="j0", event="failed", step=0)
+    at = Decision(time=0, job="j1", event="paused", step=1, evidence={"val_loss": 1.0})
+    chosen = Decision(time=0, job="j1", event="selected", step=1)
+    assert resumed(failed, at) == ["j0"]
+    assert resumed(failed, at, chosen) == ["j1"]
+
+
+def test_a_sampler_is_asked_when_its_last_ones_are_through_the_warm_up() -> None:
+    trial = Trial.of("j0", batch=1, total_steps=20, warmup=0.05)
+    sweep = Sweep([], EarlyExit(keep=0.5), Packing(lambda names: True), expects_more=True)
+    assert sweep.handle(Begin()) == [Ask()]
+    assert _of(sweep.handle(Added((trial,))), Run) == ["j0"]
+    assert sweep.handle(Paused("j0", 1, 2.0))[1:] == [Ask()]
+    other = Trial.of("j1", batch=1, total_steps=20, warmup=0.05)
+    assert _of(sweep.handle(Added((other,))), Run) == ["j1"]
+    assert sweep.handle(Paused("j1", 1, 1.0))[1:] == [Ask()]
+    actions = sweep.handle(Added(()))
+    assert _of(actions, Run) == ["j1"]
+    assert _of(actions, Stop) == ["j0"]
