@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from gshare.agent.train import adapter as module
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.device_engine import DeviceEngine, Pending, Prepared
 from gshare.agent.train.device_optimizer import Verdicts
-from gshare.agent.train.device_pass import group_shapes
+from gshare.agent.train.device_pass import PassShape, group_shapes
 from gshare.agent.train.part import Part
 from gshare.kernels.layout import GROUPS, Group, LoraPlan
 from gshare.kernels.lora_tables import PassAdapter, PassTables
@@ -53,10 +54,6 @@ def gemm_floor(base: Base, tokens: int) -> float:
             inputs[width] = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
         return inputs[width]
 
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    matmul.allow_bf16_reduced_precision_reduction = True
     quantised = base.base_dtype == "nf4"
     stand_in = {name: base.layers[0].groups[name].weight.dense().clone() for name in GROUPS if quantised}
 
@@ -76,8 +73,19 @@ def gemm_floor(base: Base, tokens: int) -> float:
         for w in reversed(every):
             _ = rows(w.shape[0]) @ w
 
-    try:
+    with default_cublas():
         return graph_seconds(run)
+
+
+@contextmanager
+def default_cublas() -> Iterator[None]:
+    """Products as fast as cuBLAS makes them, whatever their bits."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = True
+    try:
+        yield
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before if isinstance(before, bool) else (False, False)
 
@@ -249,6 +257,7 @@ class UngroupedEngine(DeviceEngine):
         if not isinstance(work, Prepared):
             work = self.prepare(work)
         shape, cache = work.key[0], self.__dict__.setdefault("_ungrouped", {})
+        assert isinstance(shape, PassShape)
         if work.key not in cache:
             cache[work.key] = [
                 PassTables(

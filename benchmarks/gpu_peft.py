@@ -11,31 +11,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_workload import SHAPES, Workload
+from gshare.agent.jobs.spec import LINEARS
 
 #: What a person would try: attention implementation × gradient checkpointing.
 SETTINGS = tuple(product(("sdpa", "eager"), (False, True)))
 
 
-def make_model(model: str, attention: str) -> Any:
-    """The shape with random bf16 weights, or a checkpoint directory, on the GPU."""
+def make_model(model: str, attention: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The shape with random weights, or a checkpoint directory."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
     if model not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.bfloat16, attn_implementation=attention, device_map={"": 0}
+            model, dtype=dtype, attn_implementation=attention, device_map={"": device}
         )
     values: dict[str, Any] = dict(SHAPES[model])
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
     config = (Qwen2Config if model.startswith("qwen2") else LlamaConfig)(**values)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -44,34 +47,53 @@ def make_model(model: str, attention: str) -> Any:
 class Peft:
     """transformers + PEFT at batch 1: LoRA r 16 on all linears, fp32 adapters, fused AdamW, sdpa or eager."""
 
-    def __init__(self, model: str, attention: str, checkpointing: bool, rank: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        attention: str,
+        checkpointing: bool,
+        rank: int,
+        layers: list[int] | None = None,
+        device: str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """`layers`: those that are adapted; None: all."""
         from peft import LoraConfig, get_peft_model
 
-        base = make_model(model, attention)
+        base = make_model(model, attention, device, dtype)
         base.config.use_cache = False
         if checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             base.enable_input_require_grads()
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=list(LINEARS),
+            task_type="CAUSAL_LM",
+            layers_to_transform=layers,
+        )
         self.model = get_peft_model(base, config)
         self.model.train()
         self.config = config
 
-    def restart(self) -> None:
+    def restart(self, rate: float = 1e-4) -> None:
         """A fresh adapter and optimizer on the same base, as a next job would have."""
         self.model.delete_adapter("default")
         self.model.add_adapter("default", self.config)
         self.model.set_adapter("default")
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
+        on_cuda = parameters[0].is_cuda
+        self.optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, fused=on_cuda)
         self.parameters = parameters
 
-    def step(self, tokens: torch.Tensor) -> None:
-        loss = self.model(input_ids=tokens, labels=tokens).loss
+    def step(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss. `labels`: −100 where there is none; left out: every token is one."""
+        loss = self.model(input_ids=tokens, labels=tokens if labels is None else labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     def run(self, load: Workload, adapters: list[int], first: int, last: int) -> tuple[int, float]:
         """(tokens, seconds) of steps first..last of each of the adapters, one job after another."""
@@ -134,23 +156,26 @@ def worker(task: dict[str, Any]) -> None:
     print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - started}))
 
 
+@contextmanager
+def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
+    """A stock MPS daemon of this benchmark's own, its files in `directory`; the clients' environment."""
+    pipe, log = directory / "pipe", directory / "log"
+    env = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+    pipe.mkdir()
+    log.mkdir()
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
+    try:
+        yield env
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=env, check=False)
+
+
 def six(model: str, load: Workload, settings: str, seconds: float, *, mps: bool) -> dict[str, Any]:
     """Six processes at once, each its own base and job; with `mps` under a daemon of this benchmark's own."""
     with tempfile.TemporaryDirectory(prefix="gshare-six-") as where:
-        directory, env = Path(where), dict(os.environ)
-        if mps:
-            env |= {
-                "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
-                "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
-            }
-            (directory / "pipe").mkdir()
-            (directory / "log").mkdir()
-            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
-        try:
+        directory = Path(where)
+        with mps_daemon(directory) if mps else nullcontext(dict(os.environ)) as env:
             return _race(model, load, settings, seconds, directory, env)
-        finally:
-            if mps:
-                subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=env, check=False)
 
 
 def _race(

@@ -64,6 +64,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
     },
+    # For tests on the CPU.
+    "tiny": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 1024,
+    },
 }
 
 
@@ -101,19 +115,20 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def random_base(config: ModelConfig, base_dtype: str, device: torch.device, *, seed: int = 0) -> Base:
-    """A base of this shape with weights ~ N(0, 0.02), norms 1, in bf16 or NF4."""
+    """A base of this shape with weights ~ N(0, 0.02), norms 1, in fp32, bf16 or NF4."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    scratch = Scratch(device, torch.bfloat16)
+    dtype = torch.float32 if base_dtype == "fp32" else torch.bfloat16
+    scratch = Scratch(device, dtype)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 
     def weight(shape: tuple[int, int]) -> Weight:
         dense = normal(*shape)
         return Nf4Weight(nf4.quantise(dense), scratch) if base_dtype == "nf4" else DenseWeight(dense, scratch)
 
     def ones() -> torch.Tensor:
-        return torch.ones(config.hidden_size, dtype=torch.bfloat16, device=device)
+        return torch.ones(config.hidden_size, dtype=dtype, device=device)
 
     layers = []
     for _ in range(config.num_layers):
@@ -130,7 +145,7 @@ def random_base(config: ModelConfig, base_dtype: str, device: torch.device, *, s
         layers=layers,
         final_norm=ones(),
         lm_head=DenseWeight(head, scratch),
-        compute_dtype=torch.bfloat16,
+        compute_dtype=dtype,
         base_dtype=base_dtype,
         device=device,
         fingerprint=f"random-{seed}",

@@ -1,0 +1,198 @@
+"""What a shared trunk brings: jobs that adapt the top layers, in every way of running them on one GPU.
+
+    python benchmarks/trunk.py [--shape 8b|smollm2|tiny] [--device cuda|cpu] [--cells n16-top1 …]
+                               [--arms dedicated shared …] [--out FILE] [--again] [--break-dedup]
+
+A cell is a cohort of jobs (n16-top1: sixteen, each on the top layer; -two and -own: trunk_workload.py); an
+arm is a way of running it, in processes of its own. Every arm trains the same logical jobs: rows, order,
+initial weights, learning rates, steps. What FILE has under the same versions and workload is not run again,
+so a run that was cut short is taken up by the same command.
+
+    dedicated   gshare, one job after another       packed    gshare, one pass, equal rows run for each job
+    peft        transformers + PEFT, one by one     shared    gshare, one pass, equal rows run once
+    mps         PEFT, a process a job, stock MPS    cached    shared, states kept from the first epoch on
+
+steady is the last epoch. cold is from the start of a process to the end of its first epoch; a dedicated job
+has a process of its own, so it is set up as often as there are jobs. On a CPU seconds are the process's own,
+not the clock's, and arm mps is left out: it is a GPU's.
+
+Gate: every loss of every step, every adapter and moment byte and the held-out loss equal dedicated's, PEFT's
+losses agree, no process failed, and dedicated is no slow baseline. When it fails there is no ratio, and the
+exit code is 1. --break-dedup takes rows for equal that are only as long: the gate of a -two cell must fail;
+nothing is written then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import time
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gshare.agent.service.environment import trainer_environment
+from gshare.kernels.numerics import NUMERICS
+from trunk_gate import Records, faults, ratios, report
+from trunk_operations import expected
+from trunk_processes import Failed, Launch, launch, run_arm
+from trunk_worker import Task
+from trunk_workload import SCALES, Cohort
+
+ROOT = Path(__file__).resolve().parent.parent
+#: peft comes before mps, which needs its peak of memory.
+ARMS = ("dedicated", "packed", "shared", "cached", "peft", "mps")
+#: Nothing lies below the adapters: packed, shared and cached are one.
+ALL_LAYERS_ARMS = ("dedicated", "packed", "peft", "mps")
+CELLS = (
+    *(f"n{jobs}-{layers}" for jobs in (16, 32, 8) for layers in ("top1", "top2", "all")),
+    *("n16-all-own", "n8-top1-two"),
+)
+
+
+def versions(device: str) -> dict[str, str]:
+    found = {name: version(name) for name in ("torch", "transformers", "peft")}
+    found |= {"python": platform.python_version(), "numerics": str(NUMERICS)}
+    if device == "cpu":
+        return found | {"cpu": _cpu_model(), "threads": trainer_environment()["OMP_NUM_THREADS"]}
+    return found | {"triton": version("triton"), "gpu": _gpu_name()}
+
+
+def _gpu_name() -> str:
+    """Empty where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    except pynvml.NVMLError:
+        return ""
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
+
+
+def arms_of(cohort: Cohort, device: str, chosen: list[str] | None) -> list[str]:
+    known = ARMS if cohort.top else ALL_LAYERS_ARMS
+    return [arm for arm in known if arm in (chosen or ARMS) and (arm != "mps" or device == "cuda")]
+
+
+def measure(
+    cohort: Cohort, arm: str, device: str, known: Records, launch: Launch, *, break_dedup: bool
+) -> dict[str, Any]:
+    """The arm's record, or its error."""
+    task = Task(cohort, arm, device, list(range(cohort.jobs)), time.monotonic(), break_dedup)
+    load = os.getloadavg()[0]
+    started = time.perf_counter()
+    try:
+        if arm in ("peft", "mps"):
+            task = _with_settings(task, known, launch)
+        found = run_arm(task, launch, known)
+        if arm == "peft":
+            found["settings"] = {"attention": task.attention, "checkpointing": task.checkpointing}
+    except (Failed, OSError) as error:
+        found = {"error": ": ".join(str(one) for one in error.args)}
+    took = round(time.perf_counter() - started, 1)
+    return found | {"wall_s": took, "load_average_before": round(load, 1)}
+
+
+def _with_settings(task: Task, known: Records, launch: Launch) -> Task:
+    """On a GPU the best settings for PEFT are tried; arm mps takes over those of arm peft."""
+    settings = known.get("peft", {}).get("settings")
+    if settings is None and task.device == "cuda":
+        settings = launch(replace(task, arm="settings"))
+    if settings is None:
+        return task
+    return replace(task, attention=settings["attention"], checkpointing=settings["checkpointing"])
+
+
+def run(given: argparse.Namespace, launch: Launch = launch) -> int:
+    """Measures what is missing, writes and prints; the exit code."""
+    kept = given.out.exists() and not given.break_dedup
+    results: dict[str, Any] = json.loads(given.out.read_text()) if kept else {}
+    versioned, passed = versions(given.device), True
+    for name, cohort in given.cells:
+        cell = f"{given.shape}-{name}"
+        under = {"versions": versioned, "workload": asdict(cohort), "device": given.device}
+        records: Records = results.setdefault(cell, {}).setdefault("arms", {})
+        operations = expected(cohort)
+        for arm in arms_of(cohort, given.device, given.arms):
+            found = records.get(arm)
+            if found and found["under"] == under and "error" not in found and not given.again:
+                continue
+            known = {one: record for one, record in records.items() if record["under"] == under}
+            found = measure(cohort, arm, given.device, known, launch, break_dedup=given.break_dedup)
+            records[arm] = found | {"under": under}
+            print(f"{cell} {arm}: {found.get('error', 'measured')} ({found['wall_s']} s)", file=sys.stderr)
+            _conclude(results[cell], cohort, under, operations)
+            if not given.break_dedup:
+                _write(given.out, results)
+        current = _conclude(results[cell], cohort, under, operations)
+        print(report(name, cohort, current, operations), flush=True)
+        passed &= not faults(cohort, current)
+    return 0 if passed else 1
+
+
+def _conclude(result: dict[str, Any], cohort: Cohort, under: Any, operations: dict[str, int]) -> Records:
+    """Gate and ratios of the arms that were measured under the same, in the order of `ARMS`."""
+    arms: Records = result["arms"]
+    current = {arm: arms[arm] for arm in ARMS if arm in arms and arms[arm]["under"] == under}
+    wrong = faults(cohort, current)
+    result |= {"gate": wrong or "passed", "multiply_adds": operations}
+    result.pop("ratios", None)
+    if not wrong:
+        result["ratios"] = ratios(current, operations)
+    return current
+
+
+def _write(out: Path, results: dict[str, Any]) -> None:
+    """Lists of numbers on one line each."""
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(out)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SCALES, default="8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--cells", nargs="+", help=f"default: {' '.join(CELLS)}")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that the cell has")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trunk_DEVICE.json")
+    parser.add_argument("--again", action="store_true", help="measure what FILE has already")
+    parser.add_argument("--break-dedup", action="store_true", help="negative control: the gate must fail")
+    given = parser.parse_args(arguments)
+    names = given.cells or (["n8-top1-two"] if given.break_dedup else CELLS)
+    try:
+        given.cells = [(name, Cohort.of(name, SCALES[given.shape])) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    blunt = [name for name, cohort in given.cells if cohort.data != "two" or not cohort.top]
+    if given.break_dedup and blunt:
+        parser.error(f"--break-dedup shows in cells n…-top…-two only, not in {', '.join(blunt)}")
+    if given.device == "cuda" and not _gpu_name():
+        parser.error("the driver shows no GPU; --device cpu --shape smollm2 (or tiny) runs without one")
+    if given.out is None:
+        given.out = ROOT / f"benchmarks/results/trunk_{given.device}.json"
+    return given
+
+
+if __name__ == "__main__":
+    sys.exit(run(parse()))
