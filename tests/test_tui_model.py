@@ -230,6 +230,23 @@ def test_an_hour_takes_the_memory_of_a_minute() -> None:
     assert gaps == {64}  # 100,000 / 2,048, rounded up to a power of two: even over the whole length
 
 
+NO_STEPS = [-1, 2**32, 10**30]
+
+
+@pytest.mark.parametrize("step", NO_STEPS)
+def test_a_step_that_is_none_is_left_out_of_every_curve(step: int) -> None:
+    state = State()
+    state.apply(samples(1.0, "a", 5))
+    state.apply(samples(2.0, "a", step))
+    state.apply(f.Evaluation(**at(3.0), job="a", step=step, val_loss=0.5))
+    state.apply(f.Evaluation(**at(4.0), job="a", step=2**32 - 1, val_loss=0.25))
+    points = tuple(sorted([(step, 9.0), (3, 2.0), (4, 1.5)]))
+    state.apply(f.History(**at(5.0), job="a", train=points, val=((step, 1.0),)))
+    job = state.jobs["a"]
+    assert job.train.points() == [(3, 2.0), (4, 1.5), (5, 1.0)]  # 5 is not covered by the history
+    assert job.val.points() == [(2**32 - 1, 0.25)]
+
+
 def test_history_replaces_only_what_it_covers() -> None:
     curve = Curve(16)
     for step in (1, 2, 9, 20):

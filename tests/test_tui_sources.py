@@ -398,6 +398,33 @@ def test_runs_are_followed_from_their_files(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_damaged_lines_and_files_of_a_run_are_left_out(tmp_path: Path) -> None:
+    """Steps that are none, whole numbers that are no float, and nesting that no parser follows."""
+    deep = '{"a":' * 5000
+    bad = [line("step", number, loss=1.0) for number in (-1, 2**32, 10**400)]
+    bad += [line("step", 4, loss=1.0, tokens=10**400), line("eval", -7, val_loss=0.1, best=True), deep + "\n"]
+
+    async def main() -> None:
+        a = make_run(tmp_path / "out" / "a", 3)
+        make_run(tmp_path / "out" / "b", 3)
+        text = (a / "metrics.jsonl").read_text()
+        (a / "metrics.jsonl").write_text("".join(bad) + text + "".join(bad))
+        (a / "run.json").write_text(deep)
+        (a / "best").mkdir()
+        (a / "best" / "metadata.json").write_text(deep)
+        async with watching(RunSource(tmp_path / "out")) as w:
+            await w.until(lambda: w.live)
+            job = w.state.jobs["a"]
+            assert (job.train.steps(), job.val.steps(), job.best_step) == ([1, 2, 3], [3], 3)
+            with open(a / "metrics.jsonl", "a") as file:
+                file.write("".join(bad) + step(4))
+            await w.until(lambda: job.step == 4)
+            assert (job.train.steps(), job.best_val_loss) == ([1, 2, 3, 4], 0.5)
+            assert w.state.jobs["b"].model == "m"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_nothing_is_written_to_a_run(tmp_path: Path) -> None:
     async def main() -> None:
         run = make_run(tmp_path / "a", 3)

@@ -10,6 +10,8 @@ TRAIN_POINTS = 2048
 VAL_POINTS = 4096
 #: Points whose memory every curve takes at once: a job that evaluates every 5 s fills them in 1.4 hours.
 _FIRST = 1024
+#: What a step has room for, 4 bytes: no run makes 2³² of them.
+MAX_STEP = 2**32 - 1
 
 
 class Curve:
@@ -48,7 +50,10 @@ class Curve:
         return held
 
     def add(self, step: int, value: float) -> None:
-        """One more point; NaN and infinities are kept as they are."""
+        """One more point; NaN and infinities are kept as they are. A step that is none (below 0 or above
+        `MAX_STEP`: a damaged file, a foreign node) is left out."""
+        if not 0 <= step <= MAX_STEP:
+            return
         if self.last is not None and step <= self.last[0]:
             self.cut(step)
         self.last = step, value
@@ -76,7 +81,7 @@ class Curve:
 
     def merge(self, points: Iterable[tuple[int, float]]) -> None:
         """`points` (by step) in the place of what lies between the first and the last of them."""
-        new = list(points)
+        new = [point for point in points if 0 <= point[0] <= MAX_STEP]
         if not new:
             return
         old = self.points()

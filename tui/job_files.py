@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from gshare.agent.errors import GshareError
+from gshare.tui.curve import MAX_STEP
 from gshare.tui.source import FileRow
 
 #: Of one listing; a run has a few dozen.
 MAX_FILES = 500
+#: A step of a curve. JSON has whole numbers of any length: one of 400 digits is no float, nor MessagePack.
+Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,16 +26,16 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     type: str
-    step: int
-    total_steps: int = 0
+    step: Step
+    total_steps: _Count = 0
     epoch: float | None = None
     loss: float | str | None = None
     val_loss: float | str | None = None
     grad_norm: float | str | None = None
     learning_rate: float | None = None
-    tokens: int | None = None
+    tokens: _Count | None = None
     seconds: float | None = None
-    adapters_in_pass: int | None = None
+    adapters_in_pass: _Count | None = None
     best: bool = False
 
 
@@ -42,7 +46,7 @@ def read_line(line: str | bytes) -> MetricsLine | None:
     """None for a torn or foreign line."""
     try:
         return _LINE.decode(line)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 
@@ -110,5 +114,5 @@ def json_file(path: Path, kind: Any) -> Any:
     """A JSON file as `kind`; None when it is not there, torn, or something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None

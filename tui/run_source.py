@@ -21,6 +21,7 @@ from gshare.tui import frames as f
 from gshare.tui.connected import ConnectedSource
 from gshare.tui.job_files import (
     MetricsLine,
+    Step,
     as_number,
     curves,
     json_file,
@@ -41,7 +42,7 @@ READ_BYTES = 16 << 20
 class BestMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """`best/metadata.json`."""
 
-    step: int
+    step: Step
     val_loss: float | None = None
 
 
