@@ -63,6 +63,15 @@ def test_times() -> None:
     assert show.moment(90.0, 100.0, relative=True) == "10 s ago"
 
 
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("when", [None, math.nan, math.inf, -math.inf, 1e300, -1e300])
+def test_what_is_no_time_is_unknown(when: float | None, relative: bool) -> None:
+    assert show.moment(when, 100.0, relative=relative) == show.UNKNOWN
+    if when is not None:  # a replay's clock is what its frames say
+        assert show.moment(100.0, when, relative=relative) == show.UNKNOWN
+    assert show.moment(90.0, 100.0, relative=relative) != show.UNKNOWN
+
+
 # --- bars
 
 
@@ -106,6 +115,36 @@ def test_a_plot_fits_and_never_fails(
     lines = plot([Series(sorted(points, key=lambda p: p[0]), "s0", "●")], width, height, log=log)
     assert len(lines) in (0, height)
     assert all(len(show.joined(line)) == width for line in lines)
+
+
+ANY = st.floats() | st.sampled_from(
+    [1.7e308, -1.7e308, 5e-324, 1e-323, 1.0, math.nextafter(1.0, 2.0), 1e-300]
+)
+STEP = st.integers(0, curve.MAX_STEP)
+
+
+@given(
+    points=st.lists(st.tuples(STEP, ANY), min_size=1, max_size=4),
+    best=st.tuples(STEP | st.just(10**400), ANY),
+    log=st.booleans(),
+)
+def test_no_loss_is_too_far_out_for_a_plot(
+    points: list[tuple[int, float]], best: tuple[int, float], log: bool
+) -> None:
+    lines = plot([Series(sorted(points, key=lambda p: p[0]), "s0", "●", best)], 60, 14, log=log)
+    assert len(lines) in (0, 14)
+    assert all(len(show.joined(line)) == 60 for line in lines)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_the_star_of_a_best_far_outside_is_left_out(log: bool) -> None:
+    def text(best: tuple[int, float]) -> str:
+        points = [(0, 1e-30), (100, 2e-30)]
+        return "".join(show.joined(line) for line in plot([Series(points, "s0", "", best)], 60, 14, log=log))
+
+    assert "★" in text((50, 1.5e-30))
+    for best in [(50, 1.7e308), (50, 1e99), (50, -1.7e308), (10**400, 1.5e-30), (-1, 1.5e-30)]:
+        assert "★" not in text(best)
 
 
 def test_a_plot_has_axes_and_marks_its_points() -> None:

@@ -17,6 +17,8 @@ from gshare.tui.show import Span
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _BRAILLE = 0x2800
 Point = tuple[float, float]
+#: No loss is larger. Powers and differences of what is smaller stay finite, also on a logarithmic scale.
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Series:
 
 
 def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False) -> list[list[Span]]:
-    """Lines of spans, `width` × `height` cells with axes. Points that are no finite number leave a gap; with
-    `log` those not above 0 as well. Empty when there is nothing to draw or no room."""
+    """Lines of spans, `width` × `height` cells with axes. Points that are no finite number, or beyond
+    1e100, leave a gap; with `log` those not above 0 as well. Empty when there is nothing to draw or no
+    room."""
     shown = [(one, [(float(x), y) for x, y in one.points if _drawable(y, log)]) for one in series]
     every = [point for _, points in shown for point in points]
     if not every or width < 16 or height < 4:
@@ -54,13 +57,19 @@ def plot(series: Sequence[Series], width: int, height: int, *, log: bool = False
     for one, points in shown:
         for x, y in points if one.marker else ():
             canvas.put(*dot(x, y), one.marker, one.role)
-        if one.best is not None and _drawable(one.best[1], log):
+        # It may lie outside: its points were cut, or a file says so. Far outside it is no dot's number.
+        if (
+            one.best is not None
+            and _drawable(one.best[1], log)
+            and x0 <= one.best[0] <= x1
+            and abs(scale(one.best[1]) - low) <= 2 * (high - low)
+        ):
             canvas.put(*dot(float(one.best[0]), one.best[1]), "★", "best")
     return _with_axes(canvas, ticks, left, (low, high), (x0, x1), log)
 
 
 def _drawable(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
+    return abs(value) <= _LARGEST and (value > 0 or not log)
 
 
 def _draw(
@@ -124,8 +133,11 @@ def _span(values: list[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers in [low, high], about `wanted`: steps of 1, 2 or 5 × 10ⁿ."""
+    """Round numbers in [low, high], about `wanted`: steps of 1, 2 or 5 × 10ⁿ. None where the two
+    are as good as one (below the smallest number of full precision, 2e-308)."""
     rough = (high - low) / max(1, wanted)
+    if rough < 1e-300:
+        return []
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

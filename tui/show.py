@@ -92,13 +92,18 @@ def age(seconds: float | None) -> str:
 
 
 def moment(when: float | None, now: float, *, relative: bool) -> str:
-    """A Unix time: `4 m ago`, or `14:02:07` with the day when it is another than today's."""
+    """A Unix time: `4 m ago`, or `14:02:07` with the day when it is another than today's.
+
+    What is no time (NaN, a year that the calendar does not reach) is unknown.
+    """
     if when is None:
+        return UNKNOWN
+    try:
+        at, today = time.localtime(when), time.localtime(now)
+    except (ValueError, OverflowError, OSError):
         return UNKNOWN
     if relative:
         return f"{age(now - when)} ago" if now - when >= 1 else "now"
-    at = time.localtime(when)
-    today = time.localtime(now)
     form = "%H:%M:%S" if at[:3] == today[:3] else "%m-%d %H:%M"
     return time.strftime(form, at)
 
