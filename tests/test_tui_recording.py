@@ -140,6 +140,43 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
         r.Recording(path)
 
 
+@pytest.mark.parametrize("started", [1e300, -1e300, float("nan"), float("inf")])
+def test_a_header_of_no_time_is_refused(tmp_path: Path, started: float) -> None:
+    """And the same file with a time is taken."""
+    data = record(tmp_path / "a.gshare", story(4)).read_bytes()
+    path = tmp_path / "b.gshare"
+    old, new = struct.pack(">d", 0.0), struct.pack(">d", started)
+    path.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(r.BadRecording, match=r"--replay .*b\.gshare: its header cannot be read"):
+        ReplaySource(path)
+    path.write_bytes(data.replace(old, struct.pack(">d", 5.0), 1))
+    assert "1970" in ReplaySource(path).detail
+
+
+DEEP = b"\x91" * 100_000 + b"\xc0"
+
+
+def test_a_deeply_nested_chunk_is_refused(tmp_path: Path) -> None:
+    import zlib
+
+    path = record(tmp_path / "a.gshare", story(4))
+    # An array of one frame whose unknown field is 100,000 arrays deep.
+    data = b"\x91\x82" + b"\xa4type\xa5reset" + b"\xa4deep" + DEEP
+    packed = zlib.compress(data)
+    with open(path, "ab") as file:
+        file.write(struct.pack(">cdIII", b"F", 9.0, len(packed), len(data), zlib.crc32(packed)) + packed)
+    with pytest.raises(r.BadRecording, match=r"--replay .*a\.gshare: damaged at byte \d+: .*recursion"):
+        ReplaySource(path)
+
+
+def test_a_deeply_nested_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gshare"
+    header = b"\x81\xa4deep" + DEEP
+    path.write_bytes(r.MAGIC + struct.pack(">I", len(header)) + header)
+    with pytest.raises(r.BadRecording, match=r"header cannot be read: .*recursion"):
+        ReplaySource(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", r.MAGIC, b"\x00" * 4096])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.gshare"

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from time import localtime
 from types import TracebackType
 from typing import BinaryIO
 
@@ -198,7 +199,7 @@ class Recording:
             unpacker = zlib.decompressobj()
             data = unpacker.decompress(packed, max(1, chunk.unpacked))  # 0 would mean: no bound
             found = _frames.decode(data)
-        except (zlib.error, msgspec.MsgspecError) as error:
+        except (zlib.error, msgspec.MsgspecError, RecursionError) as error:
             raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: {error}") from None
         if not found:
             raise BadRecording(f"--replay {self.path}: damaged at byte {chunk.offset}: an empty chunk")
@@ -228,7 +229,15 @@ class Recording:
             if length > _MAX_HEADER:
                 raise ValueError("its header is too long")
             header = msgspec.msgpack.decode(self._file.read(length), type=Header)
-        except (struct.error, ValueError, msgspec.MsgspecError) as error:
+            localtime(header.started)  # shown as a date: it has to be one
+        except (
+            struct.error,
+            ValueError,
+            OverflowError,
+            OSError,
+            RecursionError,
+            msgspec.MsgspecError,
+        ) as error:
             raise BadRecording(f"--replay {self.path}: its header cannot be read: {error}") from None
         if header.schema > SCHEMA:
             raise BadRecording(

@@ -34,7 +34,7 @@ def load(path: Path) -> tuple[Settings, str]:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Settings), ""
     except FileNotFoundError:
         return Settings(), ""
-    except (OSError, msgspec.DecodeError, ValueError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         return Settings(), f"{path}: not readable ({error}); the usual settings are used and will replace it"
 
 
