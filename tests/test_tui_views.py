@@ -310,6 +310,8 @@ def test_settings_are_remembered_and_damage_is_survived(tmp_path: Path) -> None:
     kept, note = settings_file.load(path)
     assert kept == Settings()
     assert str(path) in note
+    path.write_text('{"a":' * 5000)
+    assert "recursion" in settings_file.load(path)[1]
     (tmp_path / "file").write_text("")
     assert "file" in settings_file.save(tmp_path / "file" / "tui.json", kept)
 
