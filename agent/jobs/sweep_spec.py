@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from gshare.agent.jobs.spec_file import (
     Value,
     build_run,
     read_tables,
+    resolve_path,
     unknown_adapter_key,
 )
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
@@ -168,6 +170,8 @@ class SweepFile:
                 faults.add(self._where_key(key, "sweep"), f"must be at least {least}")
         if "ranges" in table and "n_trials" not in table:
             faults.add(header, "missing key 'n_trials': how many configurations to draw")
+        elif "ranges" in table and "n_trials" in values and not sweep.n_trials:
+            faults.add(self._where_key("n_trials", "sweep"), "must be at least 1, for something to be drawn")
         if sweep.n_trials > MAX_CONFIGURATIONS:
             faults.add(self._where_key("n_trials", "sweep"), f"must be at most {MAX_CONFIGURATIONS}")
         return sweep
@@ -245,15 +249,20 @@ class SweepFile:
                 for values in itertools.product(*grid.values())
             ]
         self._check_keys({key: value for values in chosen for key, value in values.items()}, faults)
-        seen: set[str] = set()
-        for values in chosen:
-            text = repr(sorted((key, repr(value.raw)) for key, value in values.items()))
-            if text in seen:
+        return chosen
+
+    def _check_different(
+        self, adapters: Sequence[AdapterSpec], chosen: Sequence[Mapping[str, Value]], faults: Faults
+    ) -> None:
+        """By what they mean, not as they are written: 1 is 1.0, and a value left out is its default."""
+        seen: set[AdapterSpec] = set()
+        for spec, values in zip(adapters, chosen, strict=True):
+            meant = msgspec.structs.replace(spec, name="", output_dir="", target_modules=spec.targets)
+            if meant in seen:
                 shown = ", ".join(f"{key} = {shorten(value.raw)}" for key, value in values.items())
                 kind = "grid" if self._sweep.grid else "configuration"
                 faults.add(self._where(kind), f"the same configuration twice: {shown or 'no key at all'}")
-            seen.add(text)
-        return chosen
+            seen.add(meant)
 
     def _check_keys(self, keys: Mapping[str, Value], faults: Faults) -> None:
         for key, value in keys.items():
@@ -285,8 +294,8 @@ class SweepFile:
             interval, fault = convert(raw, Range)
             if fault is not None:
                 faults.add(where, "must be a list of values, or { low = …, high = …, log = true }")
-            elif not interval.low < interval.high < math.inf or (interval.log and interval.low <= 0):
-                faults.add(where, "low must be below high, both finite, and above 0 where log = true")
+            elif fault := _range_fault(key, interval):
+                faults.add(where, fault)
             else:
                 ranges[key] = interval
         return ranges
@@ -313,7 +322,11 @@ class SweepFile:
         if fault is not None:
             faults.add(place.where, fault)
         faults.raise_if_any()
-        return named, (place.base_dir / Path(text).expanduser()).absolute()
+        directory = (place.base_dir / Path(text).expanduser()).absolute()
+        if fault := _place_fault(text, place.base_dir):
+            faults.add(place.where, fault)
+        faults.raise_if_any()
+        return named, directory
 
     def _build(self, chosen: Sequence[Mapping[str, Value]], faults: Faults) -> RunSpec:
         # Those drawn later must not change the names of the earlier ones: numbers.
@@ -334,6 +347,8 @@ class SweepFile:
                     adapter.label("val_fraction"),
                     "no validation data, and a sweep ranks by validation loss; raise it, or set val_data",
                 )
+        if not self._ranges:  # a sampler may draw one twice
+            self._check_different(run.adapters, chosen, faults)
         faults.raise_if_any()
         return run
 
@@ -351,6 +366,32 @@ class SweepFile:
 
 def _keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return kind.__struct_fields__
+
+
+def _place_fault(text: str, base_dir: Path) -> str | None:
+    """Why there can be no such directory; None: there is one, or it can be made."""
+    path, fault = resolve_path("output_dir", text, base_dir)
+    if path is None:
+        return fault
+    above = next(one for one in Path(path).parents if os.path.lexists(one))
+    return None if os.path.isdir(above) else f"{shorten(text)} lies below {above}, which is no directory"
+
+
+def _range_fault(key: str, interval: Range) -> str | None:
+    """What is wrong with an interval, as Optuna's distributions have it; None: nothing."""
+    low, high, step = interval.low, interval.high, interval.step
+    if not -math.inf < low < high < math.inf or (interval.log and low <= 0):
+        return "low must be below high, both finite, and above 0 where log = true"
+    if step is not None and not 0 < step <= high - low:
+        return f"step must be above 0 and at most high - low, not {step:g}"
+    if step is not None and interval.log:
+        return "takes a step or log = true, not both"
+    if key not in ADAPTER_TYPES:
+        return None  # said already
+    whole = ADAPTER_TYPES[key] is int
+    if whole and not all(one is None or one.is_integer() for one in (low, high, step)):
+        return "low, high and step must be whole numbers"
+    return adapter_value(key, int(high) if whole else high)[1]
 
 
 def _first(values: Range | list[Any]) -> Any:
