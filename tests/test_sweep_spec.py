@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.early_exit import EarlyExit
-from gshare.agent.jobs.sweep_spec import Range, SweepFile, SweepSpec
+from gshare.agent.jobs.sweep_ranges import Range
+from gshare.agent.jobs.sweep_spec import SweepFile, SweepSpec
 
 HEAD = """\
 model = "m"

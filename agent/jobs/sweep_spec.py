@@ -42,6 +42,7 @@ from gshare.agent.jobs.spec_file import (
     unknown_adapter_key,
 )
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
+from gshare.agent.jobs.sweep_ranges import Range, SampledSpace, range_fault
 
 #: A grid beyond this is a slip: the report alone would have thousands of curves.
 MAX_CONFIGURATIONS = 4096
@@ -51,15 +52,6 @@ _MEASURE = ("val_data", "data_format", "on_bad_turns", "train_on_prompt", "max_l
 _SPLIT = ("data", "val_fraction", "seed")
 #: Keys as configurations' names have them; the others are written out.
 _SHORT = {"learning_rate": "lr", "per_device_train_batch_size": "b", "lora_alpha": "alpha"}
-
-
-class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An interval of numbers that Optuna draws from."""
-
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
 
 
 class SweepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,16 +80,6 @@ class SweepSpec:
     early_exit: EarlyExit
     max_concurrent: int
     sampled: SampledSpace | None
-
-
-@dataclass(frozen=True)
-class SampledSpace:
-    """What Optuna chooses from: a `Range` or a list of choices for each key."""
-
-    ranges: dict[str, Range | list[Any]]
-    n_trials: int
-    batch: int
-    seed: int
 
 
 class SweepFile:
@@ -294,7 +276,7 @@ class SweepFile:
             interval, fault = convert(raw, Range)
             if fault is not None:
                 faults.add(where, "must be a list of values, or { low = …, high = …, log = true }")
-            elif fault := _range_fault(key, interval):
+            elif fault := range_fault(key, interval):
                 faults.add(where, fault)
             else:
                 ranges[key] = interval
@@ -375,23 +357,6 @@ def _place_fault(text: str, base_dir: Path) -> str | None:
         return fault
     above = next(one for one in Path(path).parents if os.path.lexists(one))
     return None if os.path.isdir(above) else f"{shorten(text)} lies below {above}, which is no directory"
-
-
-def _range_fault(key: str, interval: Range) -> str | None:
-    """What is wrong with an interval, as Optuna's distributions have it; None: nothing."""
-    low, high, step = interval.low, interval.high, interval.step
-    if not -math.inf < low < high < math.inf or (interval.log and low <= 0):
-        return "low must be below high, both finite, and above 0 where log = true"
-    if step is not None and not 0 < step <= high - low:
-        return f"step must be above 0 and at most high - low, not {step:g}"
-    if step is not None and interval.log:
-        return "takes a step or log = true, not both"
-    if key not in ADAPTER_TYPES:
-        return None  # said already
-    whole = ADAPTER_TYPES[key] is int
-    if whole and not all(one is None or one.is_integer() for one in (low, high, step)):
-        return "low, high and step must be whole numbers"
-    return adapter_value(key, int(high) if whole else high)[1]
 
 
 def _first(values: Range | list[Any]) -> Any:
