@@ -23,7 +23,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from gshare.agent.jobs.spec import JobRequest, RunSpec
-    from gshare.agent.jobs.sweep_spec import Range
+    from gshare.agent.jobs.sweep_ranges import Range
     from gshare.coordinator.plan import Plan
     from rich.console import Console
 

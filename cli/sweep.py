@@ -107,6 +107,9 @@ def sweep(
     if lock is None:
         raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
     try:
+        # Again under the lock: another sweep may have begun or gone on here since the first look.
+        if _earlier(source, resume=resume) != before:
+            raise RetryLater(f"{directory}: another sweep has gone on there meanwhile; start this one again")
         if before is None:
             write_sweep(directory, made.record())
         return _run(made, memory, gpu, device=device, json_lines=json, join=join)
@@ -300,6 +303,14 @@ def _check_same(before: SweepRecord, now: SweepRecord) -> None:
         for name in old.keys() & new.keys()
         if old[name].total_steps != new[name].total_steps
     ]
+    if old.keys() == new.keys():
+        changes += [
+            f"configuration {name}: {key}: {shorten(was.get(key))} → {shorten(value)}"
+            for name, was in ((name, one.hyper_parameters) for name, one in old.items())
+            for key, value in new[name].hyper_parameters.items()
+            # Data may have been moved: each run compares its tokens.
+            if was.get(key) != value and key not in ("data", "val_data")
+        ]
     if changes:
         shown = "; ".join(sorted(changes)[:4]) + (f"; {len(changes) - 4} more" if len(changes) > 4 else "")
         raise UsageError(

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,106 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
     assert read_report(tmp_path / "r").runs[0].steps is None
+
+
+def _break_epoch(root: Path) -> None:
+    path = root / "b/metrics.jsonl"
+    path.write_text(path.read_text().replace('"epoch": 0.001', '"epoch": 1e-320'))
+
+
+def _break_counts(root: Path) -> None:
+    line = {"type": "step", "step": 1, "seconds": 1.0}
+    with open(root / "b/metrics.jsonl", "a") as file:
+        for key in ("step", "tokens", "adapters_in_pass", "total_steps"):
+            file.write(json.dumps({**line, key: 10**400}) + "\n")
+        file.write('{"a":' * 5000 + "\n")
+
+
+def _break_record(root: Path) -> None:
+    (root / "b/run.json").write_text('{"a":' * 5000)
+
+
+def _pipe_record(root: Path) -> None:
+    (root / "b/run.json").unlink()
+    os.mkfifo(root / "b/run.json")
+
+
+def _place(text: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        record = json.loads((root / "sweep.json").read_text())
+        record["configurations"][1]["output_dir"] = text
+        (root / "sweep.json").write_text(json.dumps(record))
+
+    return change
+
+
+def _name(root: Path, text: str) -> None:
+    (root / "sweep.json").unlink()
+    path = root / "decisions.jsonl"
+    path.write_text(path.read_text().replace('"job":"b"', json.dumps({"job": text})[1:-1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (_break_epoch, None),
+        (_break_counts, "5 lines of metrics.jsonl cannot be read"),
+        (_break_record, "run.json cannot be read"),
+        (_pipe_record, "no run.json"),
+        (_place("/x\0y"), "cannot be read: there is a NUL in its name"),
+        (_place("/" + "x" * 5000), "cannot be read: File name too long"),
+        (lambda root: _name(root, "b\0"), "cannot be read: there is a NUL in its name"),
+        (lambda root: _name(root, "b" * 5000), "cannot be read: File name too long"),
+    ],
+    ids=["epoch", "counts", "record", "pipe", "NUL place", "long place", "NUL name", "long name"],
+)
+@pytest.mark.parametrize("output", [[], ["--json"], ["--html"]], ids=["table", "json", "html"])
+def test_one_damaged_run_does_not_hide_the_rest(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    note: str | None,
+    output: list[str],
+) -> None:
+    root = write_a_sweep(tmp_path / "s")
+    before = {run.name: run.best_val_loss for run in read_report(root).runs}
+    damage(root)
+    found = read_report(root)
+    assert len(found.runs) == 5
+    after = {run.name: run.best_val_loss for run in found.runs}
+    assert [after[name] for name in "acd"] == [before[name] for name in "acd"]
+    notes = [line for line in summary.notes(found) if note is not None and note in line]
+    assert len(notes) == (note is not None)
+    assert all(len(line.removeprefix("b" * 5000)) < 300 for line in notes)
+    arguments = [*output, str(tmp_path / "x.html")] if output == ["--html"] else output
+    assert main(["report", str(root), *arguments]) == 0
+    assert "unexpected" not in capsys.readouterr().err
+
+
+def test_metrics_that_may_not_be_read_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise GshareError(f"{path}: Permission denied")
+
+    write_run(tmp_path / "r/a", losses=[1.0], evaluations={})
+    monkeypatch.setattr("gshare.agent.report.read.read_metrics", refuse)
+    (run,) = read_report(tmp_path / "r").runs
+    assert "Permission denied" in run.notes[0]
+
+
+def test_a_sweep_s_own_file_that_is_damaged_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_a_sweep(tmp_path / "s")
+    record = json.loads((root / "sweep.json").read_text())
+    for text, message in (
+        (json.dumps({**record, "configurations": []}), "sweep.json: names no configuration"),
+        ('{"a":' * 5000, "sweep.json: cannot be read"),
+    ):
+        (root / "sweep.json").write_text(text)
+        assert main(["report", str(root)]) == 1
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.sampler import draw
-from gshare.agent.jobs.sweep_spec import Range, SampledSpace
+from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 
 SPACE = SampledSpace(
     ranges={

@@ -166,6 +166,17 @@ def test_the_boundary_is_rounded_up_and_lies_before_the_last_step() -> None:
 
     assert [boundary(steps, 0.05) for steps in (1, 2, 20, 21, 100)] == [0, 1, 1, 2, 5]
     assert boundary(30, 0.1) == 3  # 0.1 · 30 is above 3 in floats
+    assert boundary(30, 1e-12) == 1
+
+
+def test_the_smallest_share_keeps_one() -> None:
+    sweep = _sweep(3, keep=1e-12)
+    sweep.handle(Begin())
+    actions: list[Action] = []
+    for i in range(3):
+        actions = sweep.handle(Paused(f"j{i}", 1, 5.0 - i))
+    assert _of(actions, Run) == ["j2"]
+    assert _of(actions, Stop) == ["j1", "j0"]
 
 
 def test_a_quarter_is_kept_rounded_up_and_the_rest_is_stopped_with_evidence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,23 @@ def test_a_sweep_that_cannot_be_read_is_named(tmp_path: Path, text: str, message
     path.write_text(path.read_text().replace('"version": 1', '"version": 99') if text == "version" else text)
     with pytest.raises(GshareError, match=message):
         read_sweep(tmp_path)
+
+
+@pytest.mark.parametrize("name", [SWEEP_FILE, DECISIONS_FILE])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(GshareError, match=f"{name}: .*is no regular file"):
+        read_sweep(tmp_path) if name == SWEEP_FILE else read_decisions(tmp_path)
+    if name == DECISIONS_FILE:
+        with pytest.raises(GshareError, match=f"{name}: is no regular file"):
+            DecisionLog(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b'{"a":' * 5000, b'{"name": "\xff"}'], ids=["deep", "not UTF-8"])
+def test_files_that_are_deep_or_no_text_are_named(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / SWEEP_FILE).write_bytes(damage)
+    with pytest.raises(GshareError, match=r"sweep\.json: cannot be read"):
+        read_sweep(tmp_path)
+    (tmp_path / DECISIONS_FILE).write_bytes(damage + b"\n")
+    with pytest.raises(GshareError, match=r"decisions\.jsonl:1: not a decision"):
+        read_decisions(tmp_path)

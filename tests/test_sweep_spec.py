@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.early_exit import EarlyExit
-from gshare.agent.jobs.sweep_spec import Range, SweepFile, SweepSpec
+from gshare.agent.jobs.sweep_ranges import Range
+from gshare.agent.jobs.sweep_spec import SweepFile, SweepSpec
 
 HEAD = """\
 model = "m"
@@ -148,6 +149,32 @@ def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:
             ["[sweep.grid]: the same configuration twice: r = 8"],
         ),
         (
+            HEAD + '[sweep]\noutput_dir = "o"\n[sweep.grid]\nlora_alpha = [32, 32.0, 8]\n',
+            ["[sweep.grid]: the same configuration twice: lora_alpha = 32.0"],
+        ),
+        (
+            HEAD + '[sweep]\noutput_dir = "o"\n[sweep.grid]\n'
+            'target_modules = [["q_proj", "v_proj"], ["v_proj", "q_proj"]]\n',
+            ["[sweep.grid]: the same configuration twice: target_modules = ['v_proj', 'q_proj']"],
+        ),
+        (
+            HEAD + '[sweep]\noutput_dir = "o"\n[[sweep.configuration]]\nr = 8\n'
+            "[[sweep.configuration]]\nr = 8\nlora_alpha = 16\n",
+            ["[sweep.configuration]: the same configuration twice: r = 8, lora_alpha = 16"],
+        ),
+        (
+            HEAD + '[sweep]\noutput_dir = "a.jsonl"\n[sweep.grid]\nr = [8]\n',
+            ["rates.toml:5: [sweep], key 'output_dir': 'a.jsonl' is a file, not a directory"],
+        ),
+        (
+            HEAD + '[sweep]\noutput_dir = "a.jsonl/b"\n[sweep.grid]\nr = [8]\n',
+            ["[sweep], key 'output_dir': 'a.jsonl/b' lies below a.jsonl, which is no directory"],
+        ),
+        (
+            HEAD + '[sweep]\noutput_dir = "o"\nn_trials = 0\n[sweep.ranges]\nr = [8]\n',
+            ["rates.toml:6: [sweep], key 'n_trials': must be at least 1"],
+        ),
+        (
             HEAD + '[sweep]\noutput_dir = "o"\n[sweep.grid]\nr = 8\n',
             ["[sweep], key 'grid': must be blocks of keys with values"],
         ),
@@ -187,6 +214,34 @@ def test_each_fault_is_one_clear_line(tmp_path: Path, text: str, messages: list[
     for line, message in zip(found, messages, strict=True):
         assert message in line
         assert line.startswith("rates.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "interval", "message"),
+    [
+        ("r", "low = 4, high = 16, step = -4", "step must be above 0 and at most high - low, not -4"),
+        ("r", "low = 4, high = 16, step = 0", "step must be above 0"),
+        ("r", "low = 4, high = 16, step = nan", "step must be above 0 and at most high - low, not nan"),
+        ("r", "low = 4, high = 16, step = 13", "step must be above 0 and at most high - low, not 13"),
+        ("r", "low = 4, high = 16, step = 0.5", "low, high and step must be whole numbers"),
+        ("r", "low = 4.5, high = 16", "low, high and step must be whole numbers"),
+        ("r", "low = -inf, high = 16", "low must be below high, both finite"),
+        ("r", "low = 4, high = 16, log = true, step = 4", "takes a step or log = true, not both"),
+        ("lora_dropout", "low = 0.0, high = 2.0", "2.0"),
+        ("r", "low = 4, high = 16, step = 4", None),
+        ("lora_dropout", "low = 0.0, high = 0.5, step = 0.1", None),
+    ],
+)
+def test_an_interval_that_nothing_can_be_drawn_from_is_named(
+    tmp_path: Path, key: str, interval: str, message: str | None
+) -> None:
+    text = f'{HEAD}[sweep]\noutput_dir = "o"\nn_trials = 2\n[sweep.ranges]\n{key} = {{ {interval} }}\n'
+    if message is None:
+        assert _read(tmp_path, text).sampled is not None
+        return
+    (fault,) = _faults(tmp_path, text)
+    assert f"[sweep.ranges], key '{key}': " in fault
+    assert message in fault
 
 
 def test_a_flag_over_a_swept_key_is_refused(tmp_path: Path) -> None:

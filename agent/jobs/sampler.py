@@ -13,7 +13,7 @@ from typing import Any
 
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES
-from gshare.agent.jobs.sweep_spec import Range, SampledSpace
+from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 
 
 def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]]) -> list[dict[str, Any]]:

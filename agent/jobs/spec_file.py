@@ -312,7 +312,7 @@ def _adapter_values(adapter: AdapterTable, faults: Faults) -> dict[str, Any]:
     for key, given in adapter.values.items():
         value, fault = adapter_value(key, given.raw, lax=given.lax)
         if fault is None and key in ("data", "val_data", "output_dir") and value is not None:
-            value, fault = _resolve(key, value, given.base_dir)
+            value, fault = resolve_path(key, value, given.base_dir)
         if fault is None:
             values[key] = value
         else:
@@ -343,7 +343,7 @@ def _adapter_spec(values: dict[str, Any], run_seed: int) -> AdapterSpec:
     )
 
 
-def _resolve(key: str, text: str, base_dir: Path) -> tuple[str | None, str | None]:
+def resolve_path(key: str, text: str, base_dir: Path) -> tuple[str | None, str | None]:
     """(absolute path, None), or (None, why not): data must be a file, an output may not be one."""
     try:
         path = _expanded(text, base_dir).resolve()

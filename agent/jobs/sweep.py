@@ -327,8 +327,9 @@ class Sweep:
 
 
 def _share(share: float, count: int) -> int:
-    """⌈share · count⌉ as meant in decimals: 0.1 of 30 are 3, though 0.1 · 30 is above 3 in floats."""
-    return math.ceil(round(share * count, 9))
+    """⌈share · count⌉ as meant in decimals: 0.1 of 30 are 3, though 0.1 · 30 is above 3 in floats. At least
+    1: a share is above 0, however small."""
+    return max(1, math.ceil(round(share * count, 9)))
 
 
 def _candidate(trial: Trial) -> Candidate:

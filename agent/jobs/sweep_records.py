@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 from gshare.agent.errors import GshareError
-from gshare.agent.node.durable import read_struct, write_all, write_struct
+from gshare.agent.node.durable import UNREADABLE, read_regular, read_struct, write_all, write_struct
 
 SWEEP_FILE = "sweep.json"
 DECISIONS_FILE = "decisions.jsonl"
@@ -76,7 +76,7 @@ class DecisionLog:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._fd = os.open(self._path, flags, 0o666)
-            os.ftruncate(self._fd, self._path.read_bytes().rfind(b"\n") + 1)
+            os.ftruncate(self._fd, read_regular(self._path).rfind(b"\n") + 1)
         except OSError as error:
             raise GshareError(f"{self._path}: {error.strerror}") from None
 
@@ -129,7 +129,7 @@ def read_decisions(directory: Path) -> list[Decision]:
     """
     path = directory / DECISIONS_FILE
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off, or is empty
+        lines = read_regular(path).split(b"\n")[:-1]  # what follows the last newline was cut off, or is empty
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -138,7 +138,7 @@ def read_decisions(directory: Path) -> list[Decision]:
     for number, line in enumerate(lines, start=1):
         try:
             decisions.append(msgspec.json.decode(line, type=Decision))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise GshareError(
                 f"{path}:{number}: not a decision of a sweep ({error}); remove the line, or the directory"
             ) from None

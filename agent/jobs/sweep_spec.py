@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,11 @@ from gshare.agent.jobs.spec_file import (
     Value,
     build_run,
     read_tables,
+    resolve_path,
     unknown_adapter_key,
 )
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
+from gshare.agent.jobs.sweep_ranges import Range, SampledSpace, range_fault
 
 #: A grid beyond this is a slip: the report alone would have thousands of curves.
 MAX_CONFIGURATIONS = 4096
@@ -49,15 +52,6 @@ _MEASURE = ("val_data", "data_format", "on_bad_turns", "train_on_prompt", "max_l
 _SPLIT = ("data", "val_fraction", "seed")
 #: Keys as configurations' names have them; the others are written out.
 _SHORT = {"learning_rate": "lr", "per_device_train_batch_size": "b", "lora_alpha": "alpha"}
-
-
-class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An interval of numbers that Optuna draws from."""
-
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
 
 
 class SweepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,16 +80,6 @@ class SweepSpec:
     early_exit: EarlyExit
     max_concurrent: int
     sampled: SampledSpace | None
-
-
-@dataclass(frozen=True)
-class SampledSpace:
-    """What Optuna chooses from: a `Range` or a list of choices for each key."""
-
-    ranges: dict[str, Range | list[Any]]
-    n_trials: int
-    batch: int
-    seed: int
 
 
 class SweepFile:
@@ -168,6 +152,8 @@ class SweepFile:
                 faults.add(self._where_key(key, "sweep"), f"must be at least {least}")
         if "ranges" in table and "n_trials" not in table:
             faults.add(header, "missing key 'n_trials': how many configurations to draw")
+        elif "ranges" in table and "n_trials" in values and not sweep.n_trials:
+            faults.add(self._where_key("n_trials", "sweep"), "must be at least 1, for something to be drawn")
         if sweep.n_trials > MAX_CONFIGURATIONS:
             faults.add(self._where_key("n_trials", "sweep"), f"must be at most {MAX_CONFIGURATIONS}")
         return sweep
@@ -245,15 +231,20 @@ class SweepFile:
                 for values in itertools.product(*grid.values())
             ]
         self._check_keys({key: value for values in chosen for key, value in values.items()}, faults)
-        seen: set[str] = set()
-        for values in chosen:
-            text = repr(sorted((key, repr(value.raw)) for key, value in values.items()))
-            if text in seen:
+        return chosen
+
+    def _check_different(
+        self, adapters: Sequence[AdapterSpec], chosen: Sequence[Mapping[str, Value]], faults: Faults
+    ) -> None:
+        """By what they mean, not as they are written: 1 is 1.0, and a value left out is its default."""
+        seen: set[AdapterSpec] = set()
+        for spec, values in zip(adapters, chosen, strict=True):
+            meant = msgspec.structs.replace(spec, name="", output_dir="", target_modules=spec.targets)
+            if meant in seen:
                 shown = ", ".join(f"{key} = {shorten(value.raw)}" for key, value in values.items())
                 kind = "grid" if self._sweep.grid else "configuration"
                 faults.add(self._where(kind), f"the same configuration twice: {shown or 'no key at all'}")
-            seen.add(text)
-        return chosen
+            seen.add(meant)
 
     def _check_keys(self, keys: Mapping[str, Value], faults: Faults) -> None:
         for key, value in keys.items():
@@ -285,8 +276,8 @@ class SweepFile:
             interval, fault = convert(raw, Range)
             if fault is not None:
                 faults.add(where, "must be a list of values, or { low = …, high = …, log = true }")
-            elif not interval.low < interval.high < math.inf or (interval.log and interval.low <= 0):
-                faults.add(where, "low must be below high, both finite, and above 0 where log = true")
+            elif fault := range_fault(key, interval):
+                faults.add(where, fault)
             else:
                 ranges[key] = interval
         return ranges
@@ -313,7 +304,11 @@ class SweepFile:
         if fault is not None:
             faults.add(place.where, fault)
         faults.raise_if_any()
-        return named, (place.base_dir / Path(text).expanduser()).absolute()
+        directory = (place.base_dir / Path(text).expanduser()).absolute()
+        if fault := _place_fault(text, place.base_dir):
+            faults.add(place.where, fault)
+        faults.raise_if_any()
+        return named, directory
 
     def _build(self, chosen: Sequence[Mapping[str, Value]], faults: Faults) -> RunSpec:
         # Those drawn later must not change the names of the earlier ones: numbers.
@@ -334,6 +329,8 @@ class SweepFile:
                     adapter.label("val_fraction"),
                     "no validation data, and a sweep ranks by validation loss; raise it, or set val_data",
                 )
+        if not self._ranges:  # a sampler may draw one twice
+            self._check_different(run.adapters, chosen, faults)
         faults.raise_if_any()
         return run
 
@@ -351,6 +348,15 @@ class SweepFile:
 
 def _keys(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return kind.__struct_fields__
+
+
+def _place_fault(text: str, base_dir: Path) -> str | None:
+    """Why there can be no such directory; None: there is one, or it can be made."""
+    path, fault = resolve_path("output_dir", text, base_dir)
+    if path is None:
+        return fault
+    above = next(one for one in Path(path).parents if os.path.lexists(one))
+    return None if os.path.isdir(above) else f"{shorten(text)} lies below {above}, which is no directory"
 
 
 def _first(values: Range | list[Any]) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,11 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 #: Kept free for what runs: a fill-up to the last byte would take the checkpoints of others with it.
 FREE_BYTES = 1 << 30
 FREE_SHARE = 0.05
+
+
+#: What a file of JSON that somebody damaged raises: ValueError when it is not UTF-8, RecursionError when it
+#: is nested too deep.
+UNREADABLE = (OSError, msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class DiskFull(RetryLater):
@@ -42,11 +48,21 @@ def write_struct(path: Path, value: object) -> None:
 def read_struct(path: Path, kind: type[T]) -> T | None:
     """The file as `kind`; None when there is none. GshareError naming it when it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_regular(path), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise GshareError(f"{path}: cannot be read ({error}); move it away") from None
+    except UNREADABLE as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise GshareError(f"{path}: cannot be read ({why}); move it away") from None
+
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file. OSError for a pipe or a device, which would be waited for or never end."""
+    # Not blocking: the open itself waits for a pipe's writer.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        return file.read()
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from gshare.agent.errors import GshareError
@@ -14,16 +15,20 @@ from gshare.agent.report.model import Point, Run
 METRICS_FILE = "metrics.jsonl"
 
 
+#: Up to 2⁵³, beyond which floats no longer count by ones: nothing that was trained comes near.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
 class _Line(msgspec.Struct, frozen=True):
     type: str
-    step: int
+    step: _Count
     loss: float | None = None
     val_loss: float | None = None
-    total_steps: int = 0
+    total_steps: _Count = 0
     epoch: float = 0.0
-    tokens: int = 0
+    tokens: _Count = 0
     seconds: float | None = None
-    adapters_in_pass: int = 1
+    adapters_in_pass: _Count = 1
 
 
 _DECODER = msgspec.json.Decoder(_Line)
@@ -40,8 +45,8 @@ class Metrics:
     @property
     def steps_per_epoch(self) -> int | None:
         for line in self.steps.values():
-            if line.epoch > 0 and line.step > 0:
-                return round(line.step / line.epoch)
+            if line.epoch > 0 and line.step > 0 and math.isfinite(steps := line.step / line.epoch):
+                return round(steps)
         return None
 
     def fill(self, run: Run) -> None:
@@ -70,12 +75,10 @@ def read_metrics(path: Path) -> Metrics:
     for line, last in _lines(path):
         try:
             record = _DECODER.decode(line)
-        except (msgspec.MsgspecError, ValueError):  # ValueError: not UTF-8
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # not UTF-8, nested too deep
             metrics.unreadable += not last
             continue
-        if record.step < 0:
-            metrics.unreadable += 1
-        elif record.type == "step":
+        if record.type == "step":
             metrics.steps[record.step] = record
         elif record.type == "eval":
             metrics.evaluations[record.step] = record

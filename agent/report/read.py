@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.events import ENDED
+from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.sweep_records import (
     DECISIONS_FILE,
     SWEEP_FILE,
@@ -72,7 +73,7 @@ def _is_file(path: Path) -> bool:
     """A pipe of that name would be waited for."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in its name
         return False
 
 
@@ -98,15 +99,38 @@ def _runs_below(path: Path, depth: int = DEPTH) -> list[Path]:
 
 def _read_run(path: Path, name: str, finished: dict[str, FinishedJob]) -> Run:
     run = Run(name=name, directory=str(path))
+    if fault := _out_of_reach(path):
+        run.reason = "nothing can be read of it"
+        run.notes.append(f"its directory {shorten(str(path))} cannot be read: {fault}")
+        return run
     record = _record(path, run)
     if record is not None:
         _take_record(run, record)
-    metrics = read_metrics(path / METRICS_FILE) if _is_file(path / METRICS_FILE) else None
+    metrics = None
+    if _is_file(path / METRICS_FILE):
+        try:
+            metrics = read_metrics(path / METRICS_FILE)
+        except GshareError as error:
+            run.notes.append(f"its losses cannot be read: {error}")
     if metrics is not None:
         metrics.fill(run)
     _count_samples(run, metrics.steps_per_epoch if metrics is not None else None)
     _take_end(run, path, finished.get(str(path.resolve())))
     return run
+
+
+def _out_of_reach(path: Path) -> str:
+    """Why nothing below `path` can be looked at; "" where it can, or nothing is there. A name out of a file
+    may be none that a file system takes."""
+    try:
+        os.stat(path / RUN_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError:
+        return "there is a NUL in its name"
+    return ""
 
 
 def _record(path: Path, run: Run) -> RunRecord | None:
@@ -208,6 +232,8 @@ def _sweep_report(
         names = dict.fromkeys(decision.job for decision in decisions)
         report.runs = [_read_run(_inside(path, name), name, finished) for name in names]
     else:
+        if not sweep.configurations:
+            raise GshareError(f"{path / SWEEP_FILE}: names no configuration; move it away")
         report.created = sweep.created
         for configuration in sweep.configurations:
             run = _read_run(_moved(path, configuration), configuration.name, finished)
@@ -234,7 +260,7 @@ def _moved(path: Path, configuration: Configuration) -> Path:
     """Its directory; beside sweep.json when the whole sweep was moved."""
     told = path / configuration.output_dir
     beside = path / Path(configuration.output_dir).name
-    return beside if not told.is_dir() and beside.is_dir() else told
+    return beside if not os.path.isdir(told) and os.path.isdir(beside) else told
 
 
 def _take_configuration(run: Run, configuration: Configuration, sweep: SweepRecord) -> None:
@@ -242,7 +268,7 @@ def _take_configuration(run: Run, configuration: Configuration, sweep: SweepReco
     run.model, run.base_dtype = run.model or sweep.model, run.base_dtype or sweep.base_dtype
     run.total_steps = configuration.total_steps
     run.samples_total = Samples(configuration.samples_total)
-    if run.steps is None and not Path(run.directory).is_dir():
+    if run.steps is None and not os.path.isdir(run.directory) and not _out_of_reach(Path(run.directory)):
         run.state, run.reason, run.notes = "waiting", "", []
         run.steps, run.samples = 0, Samples(0)
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.spec import AdapterSpec, WarmStart, lineage_line
+from gshare.agent.node.durable import UNREADABLE, read_regular
 from gshare.agent.service.registry import is_held, take_lock, write_json
 
 RUN_FILE = "run.json"
@@ -180,10 +181,10 @@ def read_record(directory: Path, where: str = "") -> RunRecord | None:
     path = directory / RUN_FILE
     where = where or str(directory)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        return msgspec.json.decode(read_regular(path), type=RunRecord)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except UNREADABLE as error:
         raise UsageError(
             f"{where}: {RUN_FILE} is not one that gshare wrote ({error}); choose another directory"
         ) from None

@@ -425,6 +425,6 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     records: list[T] = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.MsgspecError):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # not UTF-8, too deep
                 records.append(msgspec.json.decode(line, type=kind))
     return records
