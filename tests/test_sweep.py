@@ -24,7 +24,7 @@ from gshare.agent.jobs.sweep import (
     Trial,
 )
 from gshare.agent.jobs.sweep_records import Decision
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sweep_engine import Curve, Engine
 
@@ -109,6 +109,13 @@ def test_the_result_is_that_of_the_definition_whatever_fits_at_once(
 
 
 @given(_curves(), EARLY, st.integers(0, 4), st.integers(1, 12), st.integers(0, 10**6))
+@example(
+    {"j0": Curve((0.25,) * 3 + (0.5,) * 3 + (0.25,) * 5), **{f"j{i}": Curve((0.25,)) for i in range(1, 6)}},
+    EarlyExit(warmup=0.5, keep=0.1),
+    0,
+    2,
+    3901,
+)  # killed after its best loss and before its boundary
 @settings(deadline=None)
 def test_kills_at_any_action_change_nothing(
     curves: dict[str, Curve], early: EarlyExit, most: int, kills: int, seed: int

@@ -62,14 +62,14 @@ class Engine:
         # Through JSON, as a resumed sweep reads them.
         sweep.replay([msgspec.json.decode(msgspec.json.encode(one), type=Decision) for one in self.decisions])
         running: dict[str, tuple[int, int]] = {}  # job: (step, where to pause)
-        self._carry_out(sweep.handle(Begin()), running)
+        self._carry_out(sweep, sweep.handle(Begin()), running)
         while not sweep.done:
             assert running, "nothing runs, and the sweep is not done"
             name = self._random.choice(sorted(running))
             event = self._step(sweep, name, running)
             if event is not None:
                 del running[name]
-                self._carry_out(sweep.handle(event), running)
+                self._carry_out(sweep, sweep.handle(event), running)
             elif self._random.random() < 0.3:
                 self.saved[name] = running[name][0]
             self._perhaps_kill(0.05)
@@ -98,7 +98,9 @@ class Engine:
             return Paused(name, step, curve.losses[step - 1])
         return None
 
-    def _carry_out(self, actions: Sequence[Action], running: dict[str, tuple[int, int]]) -> None:
+    def _carry_out(
+        self, sweep: Sweep, actions: Sequence[Action], running: dict[str, tuple[int, int]]
+    ) -> None:
         for action in actions:
             self._perhaps_kill(0.05)
             if isinstance(action, Note):
@@ -115,7 +117,10 @@ class Engine:
                 )
             elif isinstance(action, Run):
                 assert action.job not in running, action
-                running[action.job] = (self.saved.get(action.job, 0), action.pause_at)
+                step = self.saved.get(action.job, 0)
+                running[action.job] = (step, action.pause_at)
+                if step:  # as a trainer says of a job that goes on from a checkpoint (`JobChanged.last`)
+                    sweep.note_best(action.job, min(self.curves[action.job].losses[:step]))
                 self.at_once = max(self.at_once, len(running))
             else:
                 assert isinstance(action, Stop), action
