@@ -1,4 +1,4 @@
-"""`make sweep-demo`: four configurations of one adapter on SmolLM2-135M-Instruct, the best trained to the end.
+"""`make sweep-demo`: four configurations of an adapter on SmolLM2-135M-Instruct, the best to the end.
 
     python examples/sweep/run.py
     python examples/sweep/run.py --toy       a random base of two layers: seconds
@@ -24,9 +24,6 @@ from gshare.cli.sweep_board import result_of
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
 
-sys.path.insert(0, str(HERE.parent / "demo"))
-from prepare import prepare
-
 
 def gshare(*arguments: str) -> None:
     """The command that stands beside this interpreter; ends this script with its exit code on failure."""
@@ -42,6 +39,9 @@ def main() -> None:
     )
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
+
+    sys.path.insert(0, str(HERE.parent / "demo"))
+    from prepare import prepare
 
     shutil.rmtree(OUT, ignore_errors=True)
     prepare(OUT / "data")
