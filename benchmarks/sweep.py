@@ -1,0 +1,358 @@
+"""A sweep against the full search of the same configurations: is its winner as good, and what did it save?
+
+    python benchmarks/sweep.py --verify                       SmolLM2-135M, a small grid, on two cores
+    python benchmarks/sweep.py --verify --grid paper --base-dtype bf16 --device cuda --seeds 0 1 2
+                                                              ALTO's grid of 60 (needs CUDA)
+    python benchmarks/sweep.py --verify --model tiny          a toy base and toy data: the path, no figures
+    python benchmarks/sweep.py --verify --control             negative control: keeps the worst, must fail
+    python benchmarks/sweep.py                                the sweep alone: samples saved, seconds
+
+For each seed the configurations are trained in full, packed (`full`), and by the sweep, with the defaults of
+`gshare sweep`: warm-up 5 %, keep 25 %. Gates, on every seed:
+
+    the winner's validation loss is at most 0.5 % above the full search's best
+    every training and validation loss of the sweep is that of the full search, bit for bit
+    PEFT's first loss is ours (the base's own), so that it was timed on the same work
+
+When one fails the exit code is 1 and no ratio is printed. Samples are rows trained on; those of warm-ups are
+counted. How well a warm-up of 1, 2, 5, 10 or 20 % ranks comes from validation losses at exactly those steps:
+of the full search where its cadence has them, else of an untimed run to them (its losses are the same bits).
+
+The clock, on the first seed: PEFT one configuration after another (extrapolated from a sample of one
+configuration of each batch size and `--peft-steps` steps) → gshare one after another (extrapolated from the
+same sample, in full) → packed in fixed groups → admitted as room comes free (`full`) → early exit (`sweep`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from gshare.agent.service.environment import trainer_environment
+
+os.environ.update(trainer_environment())
+
+import torch
+from gshare.agent.base.resolve import find_demo_model
+from gshare.agent.base.tiny import make_tiny_checkpoint
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.cli.sweep_board import result_of
+from gshare.kernels.numerics import NUMERICS
+from sweep_arms import Arm, Grid, Search, Setting
+from sweep_peft import TOLERANCE, run_peft
+from sweep_ranking import boundaries, disagreements, ranking, verdict
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
+
+GRIDS = {
+    # ALTO's search space; alpha = 2r, constant rate and weight decay 0.01 are `sweep_arms.py`'s.
+    "paper": Grid(
+        (1e-5, 5e-5, 2e-4, 3e-4, 5e-4),
+        (16, 32, 64),
+        (1, 2, 4, 8),
+        "chitchat",
+        0,
+        24,
+        3,
+        evaluations=20,
+        at_once=0,
+    ),
+    # Two cores have to train it in full: 8 configurations of 64 samples.
+    "small": Grid((2e-5, 2e-4, 1e-3, 5e-3), (8,), (2, 4), "trivia", 32, 12, 2, evaluations=10, at_once=4),
+}
+#: Arms from the slowest to the fastest, and what is gained from one to the next.
+STEPS = (
+    ("peft", "alone", "gshare's step"),
+    ("alone", "groups", "packing"),
+    ("groups", "full", "admission"),
+    ("full", "sweep", "early exit"),
+)
+
+
+def main() -> int:
+    args = _arguments()
+    grid = GRIDS[args.grid]
+    grid = replace(grid, **{key: given for key in ("rows", "epochs") if (given := getattr(args, key))})
+    with tempfile.TemporaryDirectory(prefix="gshare-sweep-") as folder:
+        setting = _setting(args, grid, Path(folder))
+        seeds: list[dict[str, Any]] = []
+        split: dict[str, Any] | None = None
+        for seed in args.seeds:
+            search = Search(setting, seed)
+            found, arms = one_seed(search, verify=args.verify, control=args.control)
+            seeds.append({"seed": seed, **found})
+            print("\n".join(seed_lines(seeds[-1])), flush=True)
+            if args.verify and split is None and not args.no_split:
+                split = clock(search, arms, peft_steps=args.peft_steps)
+            report = _report(args, grid, setting, seeds, split)
+            if args.json is not None:  # after each seed: hours may lie between them
+                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(end_lines(report)), flush=True)
+    return 0 if all(report["gates"].values()) else 1
+
+
+def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, Any], dict[str, Arm]]:
+    """What one seed gave, and its arms."""
+    sweep = search.run_sweep(control=control)
+    found: dict[str, Any] = {"saved": saved(search.directory), "sweep_s": sweep.seconds, "load": sweep.load}
+    if not verify:
+        return found, {"sweep": sweep}
+    full = search.run_full()
+    missing = _missing(search, full)
+    before = search.run_boundaries(missing) if missing else Arm()
+    history = {name: {**before.vals.get(name, {}), **full.vals.get(name, {})} for name in search.totals}
+    final = {name: full.best().get(name) for name in search.totals}
+    faults = [
+        fault
+        for arm in (sweep, before)
+        for ours, theirs in ((full.losses, arm.losses), (history, arm.vals))
+        for fault in disagreements(ours, theirs)
+    ]
+    return found | {
+        "verdict": verdict(final, {name: sweep.best().get(name) for name in search.totals}),
+        "disagreements": faults[:8],
+        "ranking": ranking(history, search.totals, final),
+        "full_s": full.seconds,
+        "at_once": {"full": full.most_at_once, "sweep": sweep.most_at_once},
+        "total_steps": search.totals,
+        "full_states": full.states,
+        "full_val_losses": full.vals,
+        "sweep_val_losses": sweep.vals,
+    }, {"sweep": sweep, "full": full}
+
+
+def _missing(search: Search, full: Arm) -> dict[str, list[int]]:
+    """Of each configuration the boundaries at which `full` has no validation loss; not those that a
+    configuration did not live to."""
+    found = {}
+    for name, total in search.totals.items():
+        lived = max(full.losses.get(name, {}), default=0)
+        steps = sorted({step for step in boundaries(total).values() if step <= lived})
+        missing = [step for step in steps if step not in full.vals.get(name, {})]
+        if missing:
+            found[name] = missing
+    return found
+
+
+def saved(directory: Path) -> dict[str, Any]:
+    """Samples that the sweep did not train on, of those of the full search: in all, and by what ended it."""
+    result = result_of(directory)
+    total = result["samples_total"]
+    parts: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    for row in result["jobs"]:
+        pattern = row["pattern"] or row["state"]
+        parts[pattern] += row["samples_total"] - row["samples"]
+        runs[pattern] += 1
+    return {
+        "samples": result["samples"],
+        "samples_in_full": total,
+        "share": 1 - result["samples"] / total,
+        "by_pattern": {
+            pattern: {"runs": runs[pattern], "share": parts[pattern] / total} for pattern in sorted(runs)
+        },
+    }
+
+
+def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[str, Any]:
+    """Seconds of every arm; what is extrapolated says from what."""
+    totals, batches, sample = search.totals, search.batches, search.sample()
+    alone = search.run_alone()
+    groups = search.run_full(groups=True)
+    jobs = [search.made.jobs[name].request for name in sample]
+    setting = search.setting
+    peft = run_peft(search.made.model_dir, setting.base_dtype, setting.device, jobs, peft_steps)
+    of_batch = {batches[one.name]: one for one in peft}
+    start = alone.seconds - sum(alone.spans.values())
+    each = {batches[name]: alone.spans[name] / totals[name] for name in sample}
+    return {
+        "seconds": {
+            "peft": sum(of_batch[batches[n]].seconds / peft_steps * steps for n, steps in totals.items()),
+            "alone": start + sum(each[batches[name]] * steps for name, steps in totals.items()),
+            "groups": groups.seconds,
+            "full": arms["full"].seconds,
+            "sweep": arms["sweep"].seconds,
+        },
+        "extrapolated": {
+            "peft": f"{len(sample)} of {len(totals)} configurations, {peft_steps} steps each; "
+            "no loading, evaluation or save",
+            "alone": f"the same {len(sample)} configurations in full, evaluations and saves included",
+        },
+        "sample": sample,
+        "load": {name: arm.load for name, arm in {**arms, "alone": alone, "groups": groups}.items()},
+        "peft_disagreements": [
+            f"{one.name}: first loss {one.first_loss}, ours {ours}"
+            for one in peft
+            if abs(one.first_loss - (ours := arms["full"].losses[one.name][1]))
+            > TOLERANCE[setting.base_dtype] * abs(ours)
+        ],
+        "groups_disagreements": disagreements(arms["full"].losses, groups.losses)[:8],
+    }
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def _report(
+    args: argparse.Namespace,
+    grid: Grid,
+    setting: Setting,
+    seeds: Sequence[dict[str, Any]],
+    split: dict[str, Any] | None,
+) -> dict[str, Any]:
+    gates = {}
+    if args.verify:
+        gates["winner within 0.5 % of the full search"] = all(one["verdict"]["passed"] for one in seeds)
+        gates["losses of the sweep are the full search's"] = not any(one["disagreements"] for one in seeds)
+    if split is not None:
+        gates["every arm did the same work"] = not (
+            split["peft_disagreements"] or split["groups_disagreements"]
+        )
+    ratios = None
+    if split is not None and all(gates.values()):
+        seconds = split["seconds"]
+        ratios = {name: seconds[slow] / seconds[fast] for slow, fast, name in STEPS}
+        ratios["PEFT in full ÷ sweep"] = seconds["peft"] / seconds["sweep"]
+    return {
+        "work": {
+            "model": args.model,
+            "base_dtype": args.base_dtype,
+            "grid": args.grid,
+            **{key: getattr(grid, key) for key in grid.__dataclass_fields__},
+            "configurations": grid.configurations,
+            "early_exit": {key: getattr(EarlyExit(), key) for key in EarlyExit.__struct_fields__},
+            "cadence": f"{grid.evaluations} evaluations of each configuration, evenly over its steps",
+            "control": args.control,
+        },
+        "machine": _machine(setting.device),
+        "versions": {
+            "python": platform.python_version(),
+            "numerics": str(NUMERICS),
+            **{package: version(package) for package in ("torch", "transformers", "peft")},
+        },
+        "seeds": list(seeds),
+        "clock": split,
+        "ratios": ratios,
+        "gates": gates,
+    }
+
+
+def _machine(device: str) -> str:
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return (
+        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    )
+
+
+def seed_lines(one: dict[str, Any]) -> list[str]:
+    parts = one["saved"]
+    by = ", ".join(
+        f"{name} {part['share']:.1%} ({part['runs']} runs)" for name, part in parts["by_pattern"].items()
+    )
+    lines = [
+        f"seed {one['seed']}: trained on {parts['samples']:,} of {parts['samples_in_full']:,} samples, "
+        f"{parts['share']:.1%} saved: {by}",
+        f"  sweep {one['sweep_s']:.1f} s"
+        + (f", full search {one['full_s']:.1f} s" if "full_s" in one else ""),
+    ]
+    if "verdict" not in one:
+        return lines
+    found = one["verdict"]
+    lines.append(
+        f"  winner {found['winner']} {found['winner_val_loss']}, full search {found['best_of_full']} "
+        f"{found['best_val_loss']}: {found['excess']:+.2%}, {'passed' if found['passed'] else 'FAILED'}"
+    )
+    lines += [f"  DIFFERENT: {fault}" for fault in one["disagreements"]]
+    for row in one["ranking"]:
+        rho = "not defined" if row["spearman"] is None else f"{row['spearman']:.2f}"
+        lines.append(
+            f"  warm-up {row['warmup']:.0%}: rho {rho}, {row['coverage']:.0%} of the true top 25 %, "
+            f"best {'inside' if row['best_inside'] else 'OUTSIDE'}"
+        )
+    return lines
+
+
+def end_lines(report: dict[str, Any]) -> list[str]:
+    lines = [f"{name}: {'ok' if fine else 'FAILED'}" for name, fine in report["gates"].items()]
+    split, ratios = report["clock"], report["ratios"]
+    if split is not None:
+        lines += [f"{arm:8} {seconds:10.1f} s" for arm, seconds in split["seconds"].items()]
+        lines += [f"{arm} is extrapolated: {what}" for arm, what in split["extrapolated"].items()]
+        lines += [
+            f"DIFFERENT: {fault}" for fault in split["peft_disagreements"] + split["groups_disagreements"]
+        ]
+    if ratios is not None:
+        lines += [f"{name}: {ratio:.2f} times" for name, ratio in ratios.items()]
+    elif split is not None:
+        lines.append("no ratio: a gate failed")
+    return lines
+
+
+# ---------------------------------------------------------------------- input
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--verify", action="store_true", help="train the full search too, and compare")
+    parser.add_argument("--control", action="store_true", help="keep the worst of the warm-up")
+    parser.add_argument("--grid", choices=GRIDS, default="small")
+    parser.add_argument("--model", default="demo", help="demo, tiny, or a checkpoint directory")
+    parser.add_argument("--base-dtype", choices=sorted(TOLERANCE), default="fp32")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--vram", help="GiB to reserve on the GPU; default: what the estimate says")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rows", type=int, default=0, help="training rows, instead of the grid's")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of the grid's")
+    parser.add_argument("--peft-steps", type=int, default=4)
+    parser.add_argument("--no-split", action="store_true", help="leave PEFT, alone and groups out")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _setting(args: argparse.Namespace, grid: Grid, folder: Path) -> Setting:
+    if args.model == "tiny":
+        model = make_tiny_checkpoint(folder / "base")
+        _toy_data(folder, 48)
+        data = "toy"
+    else:
+        model = find_demo_model() if args.model == "demo" else Path(args.model)
+        sys.path.insert(0, str(DEMO))
+        from prepare import prepare
+
+        prepare(folder)
+        data = grid.data
+    train, val = folder / "train.jsonl", folder / "val.jsonl"
+    for source, target, rows in (
+        (folder / f"{data}.jsonl", train, grid.rows),
+        (folder / f"{data}.val.jsonl", val, grid.val_rows),
+    ):
+        lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+        target.write_text("".join(lines[: rows or None]), encoding="utf-8")
+    return Setting(grid, Path(model), train, val, folder, args.base_dtype, args.device, args.vram)
+
+
+def _toy_data(folder: Path, rows: int) -> None:
+    """Sums of a seeded draw, as prompt and completion."""
+    draw = random.Random(0)
+    for name in ("toy", "toy.val"):
+        pairs = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(rows)]
+        lines = [json.dumps({"prompt": f"{a} and {b}?", "completion": f"{a + b}"}) for a, b in pairs]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""`benchmarks/sweep.py` on a toy base: the whole path, that it can fail, and its arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from gshare.agent.jobs.packing import Candidate, Packing
+from gshare.agent.jobs.sweep import Begin, Ended, Paused, Run, Stop
+from sweep_arms import Boundaries, Groups
+from sweep_ranking import boundaries, disagreements, ranking, spearman, top, verdict
+
+pytest.importorskip("torch", reason="training needs it")
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+GATES = [
+    "winner within 0.5 % of the full search",
+    "losses of the sweep are the full search's",
+    "every arm did the same work",
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "sweep.py"), "--verify", "--model", "tiny", *arguments],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(900)
+def test_every_gate_holds(tmp_path: Path) -> None:
+    done = run("--peft-steps", "2", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["gates"] == dict.fromkeys(GATES, True)
+    (seed,) = found["seeds"]
+    assert set(seed["full_states"].values()) == {"completed"}
+    assert [row["warmup"] for row in seed["ranking"]] == [0.01, 0.02, 0.05, 0.10, 0.20]
+    # 8 configurations of 64 samples: two go on, and six stop after 5 % (2 of 32 steps, 1 of 16: 4 samples).
+    assert seed["saved"]["samples_in_full"] == 8 * 64
+    if set(seed["saved"]["by_pattern"]) == {"completed", "underperformance"}:
+        assert seed["saved"]["samples"] == 2 * 64 + 6 * 4
+    # What the sweep trained on is what its shares say, whatever ended them.
+    shares = sum(part["share"] for part in seed["saved"]["by_pattern"].values())
+    assert shares == pytest.approx(seed["saved"]["share"])
+    assert 0.5 < seed["saved"]["share"] < 1
+    seconds, ratios = found["clock"]["seconds"], found["ratios"]
+    assert math.prod(list(ratios.values())[:4]) == pytest.approx(ratios["PEFT in full ÷ sweep"])
+    assert ratios["PEFT in full ÷ sweep"] == pytest.approx(seconds["peft"] / seconds["sweep"])
+    assert "peft is extrapolated: 2 of 8 configurations, 2 steps each" in done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_sweep_that_keeps_the_worst_fails() -> None:
+    done = run("--control", "--no-split")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{GATES[0]}: FAILED" in done.stdout
+    assert f"{GATES[1]}: ok" in done.stdout  # it trains the wrong ones, but as they are
+    assert " times" not in done.stdout
+
+
+# ---------------------------------------------------------------------- arithmetic
+
+
+def test_spearman_by_hand() -> None:
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
+    # Ranks (1, 2.5, 2.5, 4) and (1, 3, 2, 4): 4.5 / sqrt(4.5 · 5).
+    assert spearman([0, 5, 5, 9], [1, 3, 2, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+    assert spearman([1], [1]) is None
+
+
+def test_the_top_is_rounded_up_and_no_number_is_last() -> None:
+    assert top({"a": None, "b": 2.0, "c": math.nan, "d": 1.0, "e": 3.0}) == ["d", "b"]
+
+
+def test_boundaries_are_the_sweep_s() -> None:
+    assert boundaries(40) == {0.01: 1, 0.02: 1, 0.05: 2, 0.10: 4, 0.20: 8}
+    assert boundaries(1) == {}
+
+
+def test_a_ranking_that_loses_the_best_says_so() -> None:
+    """At 5 % d leads, in the end a: of the true top (a alone) nothing is kept; at 10 % everything is."""
+    final = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    late = {4: 0.0, 8: 0.0}
+    history = {
+        name: {1: early, 2: early, **dict.fromkeys(late, value)}
+        for (name, value), early in zip(final.items(), (4.0, 3.0, 2.0, 1.0), strict=True)
+    }
+    found = {row["warmup"]: row for row in ranking(history, dict.fromkeys(final, 40), final)}
+    assert (found[0.05]["spearman"], found[0.05]["coverage"], found[0.05]["best_inside"]) == (
+        -1.0,
+        0.0,
+        False,
+    )
+    assert (found[0.10]["spearman"], found[0.10]["coverage"], found[0.10]["best_inside"]) == (1.0, 1.0, True)
+    assert found[0.05]["steps"] == [2]
+
+
+def test_the_winner_may_be_half_a_percent_worse() -> None:
+    full = {"a": 2.0, "b": 3.0}
+    assert verdict(full, {"a": 2.01, "b": 3.0})["passed"]
+    assert not verdict(full, {"a": 2.0101, "b": 3.0})["passed"]
+    assert not verdict(full, {"a": None, "b": None})["passed"]
+    assert not verdict({"a": None}, {"a": 1.0})["passed"]
+
+
+def test_one_bit_is_a_disagreement() -> None:
+    full = {"a": {1: 0.1, 2: 0.2, 3: math.nan}}
+    assert disagreements(full, {"a": {1: 0.1, 3: math.nan, 4: 9.0}}) == []
+    (fault,) = disagreements(full, {"a": {1: 0.1, 2: math.nextafter(0.2, 1)}})
+    assert fault.startswith("a step 2: ")
+    assert disagreements(full, {"a": {3: 1.0}})
+
+
+# ---------------------------------------------------------------------- machines
+
+
+def test_a_group_begins_when_the_one_before_has_ended() -> None:
+    groups = Groups(lambda names: True, most=2)
+    waiting = [Candidate(name, 1) for name in "abc"]
+    assert groups.admit(waiting, []) == ["a", "b"]
+    assert groups.admit(waiting[2:], waiting[:1]) == []
+    assert Packing(lambda names: True, most=2).admit(waiting[2:], waiting[:1]) == ["c"]
+
+
+def test_boundaries_are_visited_in_turn() -> None:
+    machine = Boundaries(
+        {"a": [1, 2], "b": [1], "c": [3]}, Packing(lambda names: True, most=2), dict.fromkeys("abc", 1)
+    )
+    assert machine.handle(Begin()) == [Run("a", 1), Run("b", 1)]
+    assert machine.handle(Paused("a", 1, 0.5)) == [Run("a", 2)]
+    assert machine.handle(Ended("b", "diverged", 1)) == [Run("c", 3)]
+    assert machine.handle(Paused("a", 2, 0.4)) == [Stop("a", "at its last boundary")]
+    assert not machine.done
+    assert machine.handle(Paused("c", 3, 0.4)) == [Stop("c", "at its last boundary")]
+    assert machine.done
+    assert machine.handle(Ended("c", "stopped", 3)) == []
