@@ -47,6 +47,7 @@ import torch
 from gshare.agent.base.resolve import find_demo_model
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.service.journal import strict_json
 from gshare.cli.sweep_board import result_of
 from gshare.kernels.numerics import NUMERICS
 from sweep_arms import Arm, Grid, Search, Setting
@@ -95,11 +96,10 @@ def main() -> int:
             found, arms = one_seed(search, verify=args.verify, control=args.control)
             seeds.append({"seed": seed, **found})
             print("\n".join(seed_lines(seeds[-1])), flush=True)
+            report = _write(args, grid, setting, seeds, split)  # hours may pass before the next
             if args.verify and split is None and not args.no_split:
                 split = clock(search, arms, peft_steps=args.peft_steps)
-            report = _report(args, grid, setting, seeds, split)
-            if args.json is not None:  # after each seed: hours may lie between them
-                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                report = _write(args, grid, setting, seeds, split)
     print("\n".join(end_lines(report)), flush=True)
     return 0 if all(report["gates"].values()) else 1
 
@@ -204,6 +204,21 @@ def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[s
 
 
 # ---------------------------------------------------------------------- what is said
+
+
+def _write(
+    args: argparse.Namespace,
+    grid: Grid,
+    setting: Setting,
+    seeds: Sequence[dict[str, Any]],
+    split: dict[str, Any] | None,
+) -> dict[str, Any]:
+    report = _report(args, grid, setting, seeds, split)
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps(strict_json(report), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+    return report
 
 
 def _report(
