@@ -84,8 +84,10 @@ class Arm:
     most_at_once: int = 0
 
     def best(self) -> dict[str, float | None]:
-        """The lowest validation loss of each configuration."""
-        return {name: min(vals.values(), default=None) for name, vals in self.vals.items()}
+        """The lowest validation loss of each configuration; None where none was a number."""
+        return {
+            name: min(filter(math.isfinite, vals.values()), default=None) for name, vals in self.vals.items()
+        }
 
 
 # ---------------------------------------------------------------------- machines

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.packing import Candidate, Packing
 from gshare.agent.jobs.sweep import Begin, Paused, Run, Sweep, Trial
-from sweep_arms import Groups, WorstFirst
+from sweep_arms import Arm, Groups, WorstFirst
 from sweep_ranking import boundaries, disagreements, ranking, spearman, top, verdict
 
 pytest.importorskip("torch", reason="training needs it")
@@ -151,3 +151,8 @@ def test_the_control_goes_on_with_the_last() -> None:
 
     assert goes_on(WorstFirst) == ["d"]
     assert goes_on(Sweep) == ["a"]
+
+
+def test_the_best_loss_of_an_arm_is_a_number() -> None:
+    arm = Arm(vals={"a": {1: math.nan, 2: 3.0, 3: math.nan, 4: 4.0}, "b": {1: math.nan}})
+    assert arm.best() == {"a": 3.0, "b": None}
