@@ -47,15 +47,17 @@ import torch
 from gshare.agent.base.resolve import find_demo_model
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.service.journal import strict_json
 from gshare.cli.sweep_board import result_of
 from gshare.kernels.numerics import NUMERICS
 from sweep_arms import Arm, Grid, Search, Setting
 from sweep_peft import TOLERANCE, run_peft
-from sweep_ranking import boundaries, disagreements, ranking, verdict
+from sweep_ranking import History, boundaries, disagreements, ranking, verdict
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
 
 GRIDS = {
+    # 320 rows: 5, 10 and 20 % of every batch size's steps are whole, and evaluated by the full search itself.
     # ALTO's search space; alpha = 2r, constant rate and weight decay 0.01 are `sweep_arms.py`'s.
     "paper": Grid(
         (1e-5, 5e-5, 2e-4, 3e-4, 5e-4),
@@ -68,8 +70,8 @@ GRIDS = {
         evaluations=20,
         at_once=0,
     ),
-    # Two cores have to train it in full: 8 configurations of 64 samples.
-    "small": Grid((2e-5, 2e-4, 1e-3, 5e-3), (8,), (2, 4), "trivia", 32, 12, 2, evaluations=10, at_once=4),
+    # Two cores have to train it in full: 8 configurations of 80 samples.
+    "small": Grid((2e-5, 2e-4, 1e-3, 5e-3), (8,), (2, 4), "trivia", 40, 12, 2, evaluations=10, at_once=4),
 }
 #: Arms from the slowest to the fastest, and what is gained from one to the next.
 STEPS = (
@@ -86,6 +88,7 @@ def main() -> int:
     grid = replace(grid, **{key: given for key in ("rows", "epochs") if (given := getattr(args, key))})
     with tempfile.TemporaryDirectory(prefix="gshare-sweep-") as folder:
         setting = _setting(args, grid, Path(folder))
+        report: dict[str, Any] = {}
         seeds: list[dict[str, Any]] = []
         split: dict[str, Any] | None = None
         for seed in args.seeds:
@@ -93,11 +96,10 @@ def main() -> int:
             found, arms = one_seed(search, verify=args.verify, control=args.control)
             seeds.append({"seed": seed, **found})
             print("\n".join(seed_lines(seeds[-1])), flush=True)
+            report = _write(args, grid, setting, seeds, split)  # hours may pass before the next
             if args.verify and split is None and not args.no_split:
                 split = clock(search, arms, peft_steps=args.peft_steps)
-            report = _report(args, grid, setting, seeds, split)
-            if args.json is not None:  # after each seed: hours may lie between them
-                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                report = _write(args, grid, setting, seeds, split)
     print("\n".join(end_lines(report)), flush=True)
     return 0 if all(report["gates"].values()) else 1
 
@@ -109,7 +111,7 @@ def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, 
     if not verify:
         return found, {"sweep": sweep}
     full = search.run_full()
-    missing = _missing(search, full)
+    missing = _missing(search, full.vals, full)
     before = search.run_boundaries(missing) if missing else Arm()
     history = {name: {**before.vals.get(name, {}), **full.vals.get(name, {})} for name in search.totals}
     final = {name: full.best().get(name) for name in search.totals}
@@ -119,6 +121,7 @@ def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, 
         for ours, theirs in ((full.losses, arm.losses), (history, arm.vals))
         for fault in disagreements(ours, theirs)
     ]
+    assert not _missing(search, history, full), "a warm-up's end without a validation loss"
     return found | {
         "verdict": verdict(final, {name: sweep.best().get(name) for name in search.totals}),
         "disagreements": faults[:8],
@@ -132,15 +135,14 @@ def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, 
     }, {"sweep": sweep, "full": full}
 
 
-def _missing(search: Search, full: Arm) -> dict[str, list[int]]:
-    """Of each configuration the boundaries at which `full` has no validation loss; not those that a
-    configuration did not live to."""
+def _missing(search: Search, history: History, full: Arm) -> dict[str, list[int]]:
+    """Of each configuration the ends of warm-ups at which `history` has no validation loss; not those that
+    it did not live to."""
     found = {}
     for name, total in search.totals.items():
         lived = max(full.losses.get(name, {}), default=0)
-        steps = sorted({step for step in boundaries(total).values() if step <= lived})
-        missing = [step for step in steps if step not in full.vals.get(name, {})]
-        if missing:
+        steps = {step for step in boundaries(total).values() if step <= lived}
+        if missing := sorted(steps - history.get(name, {}).keys()):
             found[name] = missing
     return found
 
@@ -202,6 +204,21 @@ def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[s
 
 
 # ---------------------------------------------------------------------- what is said
+
+
+def _write(
+    args: argparse.Namespace,
+    grid: Grid,
+    setting: Setting,
+    seeds: Sequence[dict[str, Any]],
+    split: dict[str, Any] | None,
+) -> dict[str, Any]:
+    report = _report(args, grid, setting, seeds, split)
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps(strict_json(report), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+    return report
 
 
 def _report(

@@ -4,7 +4,7 @@
     full         every configuration to its end, admitted as room comes free
     groups       the same in groups that fit, each after the one before has ended
     alone        one configuration of each batch size, one after another
-    boundaries   every configuration to the ends of the warm-ups that `full` does not evaluate; not timed
+    boundaries   the first steps again, evaluated at those ends of warm-ups where `full` is not; not timed
 
 An arm's seconds are those of a user: from the start of its trainer to the end of the last job, with loading,
 evaluations and saves. Data is tokenised before.
@@ -12,6 +12,7 @@ evaluations and saves. Data is tokenised before.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import msgspec
 from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, Stepped
 from gshare.agent.jobs.packing import Candidate, Packing
-from gshare.agent.jobs.sweep import Action, Begin, Ended, Paused, Run, Stop, Sweep, Trial
+from gshare.agent.jobs.sweep import Action, Paused, Sweep, Trial
 from gshare.agent.jobs.sweep import Event as SweepEvent
 from gshare.agent.jobs.sweep_records import DecisionLog, write_sweep
 from gshare.agent.jobs.sweep_spec import SweepFile
@@ -83,8 +84,10 @@ class Arm:
     most_at_once: int = 0
 
     def best(self) -> dict[str, float | None]:
-        """The lowest validation loss of each configuration."""
-        return {name: min(vals.values(), default=None) for name, vals in self.vals.items()}
+        """The lowest validation loss of each configuration; None where none was a number."""
+        return {
+            name: min(filter(math.isfinite, vals.values()), default=None) for name, vals in self.vals.items()
+        }
 
 
 # ---------------------------------------------------------------------- machines
@@ -104,51 +107,6 @@ class Groups(Packing):
 
     def admit(self, waiting: Sequence[Candidate], running: Sequence[Candidate]) -> list[str]:
         return [] if running else super().admit(waiting, running)
-
-
-class Boundaries(Sweep):
-    """Takes every configuration to each of its `steps` in turn, where it is evaluated, and then ends it."""
-
-    def __init__(
-        self, steps: Mapping[str, Sequence[int]], packing: Packing, batches: Mapping[str, int]
-    ) -> None:
-        super().__init__([], EarlyExit(), packing)
-        self._packed = packing
-        self._batches = batches
-        self._left = {name: list(some) for name, some in steps.items()}
-        self._waiting = list(steps)
-        self._running: list[str] = []
-
-    @property
-    def done(self) -> bool:
-        return not self._waiting and not self._running
-
-    @property
-    def winner(self) -> str | None:
-        return next(iter(self._left))
-
-    def note_best(self, job: str, best_val_loss: float) -> None:
-        pass
-
-    def handle(self, event: SweepEvent) -> list[Action]:
-        actions: list[Action] = []
-        if isinstance(event, Paused | Ended) and event.job in self._running:
-            left = self._left[event.job]
-            if isinstance(event, Paused) and left:
-                return [Run(event.job, left.pop(0))]
-            self._running.remove(event.job)
-            if isinstance(event, Paused):
-                actions.append(Stop(event.job, "at its last boundary"))
-        elif not isinstance(event, Begin):
-            return []
-        for name in self._packed.admit(*map(self._candidates, (self._waiting, self._running))):
-            self._waiting.remove(name)
-            self._running.append(name)
-            actions.append(Run(name, self._left[name].pop(0)))
-        return actions
-
-    def _candidates(self, names: Sequence[str]) -> list[Candidate]:
-        return [Candidate(name, self._batches[name]) for name in names]
 
 
 # ---------------------------------------------------------------------- running
@@ -194,9 +152,17 @@ class Search:
         return self._run(made, lambda packing: Sweep(trials, NO_EXITS, replace(packing, most=1)), names)
 
     def run_boundaries(self, steps: Mapping[str, Sequence[int]]) -> Arm:
-        """`steps` of the configurations that have any; ascending."""
+        """Those of `steps` to the last of theirs, evaluated at all of them. The rate is constant, so a run
+        that ends there has the bits of one that goes on."""
         made = self._prepare("boundaries", NO_EXITS)
-        return self._run(made, lambda packing: Boundaries(steps, packing, self.batches), list(steps))
+        for name, some in steps.items():
+            spec = msgspec.structs.replace(
+                made.jobs[name].request.spec, max_steps=max(some), eval_steps=math.gcd(*some)
+            )
+            request = msgspec.structs.replace(made.jobs[name].request, spec=spec)
+            made.jobs[name] = replace(made.jobs[name], request=request)
+        trials = [trial for trial in _whole(made) if trial.name in steps]
+        return self._run(made, lambda packing: Sweep(trials, NO_EXITS, packing), list(steps))
 
     def sample(self) -> list[str]:
         """The middle configuration of each batch size, in the grid's order."""

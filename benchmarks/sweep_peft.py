@@ -43,7 +43,8 @@ def run_peft(
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     base: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=DTYPES[base_dtype], attn_implementation="sdpa"
-    ).to(where)
+    )
+    base.to(where)
     found = []
     for job in jobs:
         spec, data = job.spec, JobData.open(job)

@@ -37,6 +37,31 @@ def test_multi_adapter_training(tmp_path: Path) -> None:
         assert losses[steps] < losses[1]
 
 
+def test_sweep(tmp_path: Path) -> None:
+    """Four configurations, one to the end, and a page of them; what was not trained is what is saved."""
+    for name in ("sweep", "demo"):
+        shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("out"))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "sweep" / "run.py"), "--toy"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "sweep" / "out"
+    steps = {}
+    for directory in (out / "sweep").glob("lr*"):
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
+        steps[directory.name] = max(line["step"] for line in lines if "loss" in line)
+    assert sorted(steps.values()) == [8, 8, 8, 64]
+    assert f"Samples saved: {1 - sum(steps.values()) / (4 * 64):.1%} of a full search of 256" in done.stdout
+    (finished,) = (name for name, count in steps.items() if count == 64)
+    assert f"Winner: trivia-{finished}," in done.stdout
+    assert all(name in (out / "report.html").read_text(encoding="utf-8") for name in steps)
+
+
 @pytest.mark.slow  # four times the tests' own torch start: agents, trainers, the single run
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(

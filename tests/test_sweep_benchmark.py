@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.packing import Candidate, Packing
-from gshare.agent.jobs.sweep import Begin, Ended, Paused, Run, Stop
-from sweep_arms import Boundaries, Groups
+from gshare.agent.jobs.sweep import Begin, Paused, Run, Sweep, Trial
+from sweep_arms import Arm, Groups, WorstFirst
 from sweep_ranking import boundaries, disagreements, ranking, spearman, top, verdict
 
 pytest.importorskip("torch", reason="training needs it")
@@ -46,14 +47,17 @@ def test_every_gate_holds(tmp_path: Path) -> None:
     (seed,) = found["seeds"]
     assert set(seed["full_states"].values()) == {"completed"}
     assert [row["warmup"] for row in seed["ranking"]] == [0.01, 0.02, 0.05, 0.10, 0.20]
-    # 8 configurations of 64 samples: two go on, and six stop after 5 % (2 of 32 steps, 1 of 16: 4 samples).
-    assert seed["saved"]["samples_in_full"] == 8 * 64
-    if set(seed["saved"]["by_pattern"]) == {"completed", "underperformance"}:
-        assert seed["saved"]["samples"] == 2 * 64 + 6 * 4
-    # What the sweep trained on is what its shares say, whatever ended them.
-    shares = sum(part["share"] for part in seed["saved"]["by_pattern"].values())
-    assert shares == pytest.approx(seed["saved"]["share"])
-    assert 0.5 < seed["saved"]["share"] < 1
+    # 8 configurations of 80 samples: two go on, six stop after 5 % (2 of 40 steps, 1 of 20: 4 samples).
+    saved = seed["saved"]
+    assert {name: part["runs"] for name, part in saved["by_pattern"].items()} == {
+        "completed": 2,
+        "underperformance": 6,
+    }
+    assert (saved["samples"], saved["samples_in_full"]) == (2 * 80 + 6 * 4, 8 * 80)
+    assert saved["share"] == saved["by_pattern"]["underperformance"]["share"] == 1 - 184 / 640
+    # The ranking at the sweep's own boundary is the one that the sweep made.
+    at_5 = next(row for row in seed["ranking"] if row["warmup"] == 0.05)
+    assert (at_5["steps"], at_5["best_inside"]) == ([1, 2], True)
     seconds, ratios = found["clock"]["seconds"], found["ratios"]
     assert math.prod(list(ratios.values())[:4]) == pytest.approx(ratios["PEFT in full ÷ sweep"])
     assert ratios["PEFT in full ÷ sweep"] == pytest.approx(seconds["peft"] / seconds["sweep"])
@@ -135,15 +139,20 @@ def test_a_group_begins_when_the_one_before_has_ended() -> None:
     assert Packing(lambda names: True, most=2).admit(waiting[2:], waiting[:1]) == ["c"]
 
 
-def test_boundaries_are_visited_in_turn() -> None:
-    machine = Boundaries(
-        {"a": [1, 2], "b": [1], "c": [3]}, Packing(lambda names: True, most=2), dict.fromkeys("abc", 1)
-    )
-    assert machine.handle(Begin()) == [Run("a", 1), Run("b", 1)]
-    assert machine.handle(Paused("a", 1, 0.5)) == [Run("a", 2)]
-    assert machine.handle(Ended("b", "diverged", 1)) == [Run("c", 3)]
-    assert machine.handle(Paused("a", 2, 0.4)) == [Stop("a", "at its last boundary")]
-    assert not machine.done
-    assert machine.handle(Paused("c", 3, 0.4)) == [Stop("c", "at its last boundary")]
-    assert machine.done
-    assert machine.handle(Ended("c", "stopped", 3)) == []
+def test_the_control_goes_on_with_the_last() -> None:
+    trials = [Trial(name, 1, 10, 1) for name in "abcd"]
+
+    def goes_on(machine: type[Sweep]) -> list[str]:
+        sweep = machine(trials, EarlyExit(), Packing(lambda names: True))
+        sweep.handle(Begin())
+        events = [Paused(name, 1, loss) for name, loss in zip("abcd", (1.0, 2.0, 3.0, 4.0), strict=True)]
+        actions = [action for event in events for action in sweep.handle(event)]
+        return [action.job for action in actions if isinstance(action, Run)]
+
+    assert goes_on(WorstFirst) == ["d"]
+    assert goes_on(Sweep) == ["a"]
+
+
+def test_the_best_loss_of_an_arm_is_a_number() -> None:
+    arm = Arm(vals={"a": {1: math.nan, 2: 3.0, 3: math.nan, 4: 4.0}, "b": {1: math.nan}})
+    assert arm.best() == {"a": 3.0, "b": None}
