@@ -5,7 +5,7 @@
 
 `gshare sweep` on `sweep.toml`, then `gshare report --html`. Model and data come out of installed packages
 (`../demo/prepare.py` says which and under what licence), so nothing is downloaded. Everything is written
-under out/, which is emptied first. About two minutes on two cores.
+under out/, which is emptied first. Two to four minutes on two cores.
 """
 
 from __future__ import annotations
