@@ -42,7 +42,7 @@ from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
 from gshare.cli.prepare import prepare
 from gshare.cli.streams import stderr_console
-from gshare.cli.sweep_board import print_result
+from gshare.cli.sweep_board import Progress, print_result
 from gshare.cli.sweep_memory import Memory, memory_of
 from gshare.cli.sweep_plan import plan_of, print_plan
 from rich.console import Console
@@ -372,7 +372,21 @@ def _run(
             join=join,
         )
         code = run.run()
-    print_result(directory, json_lines=json_lines)
-    if not machine.done:
+    left = None if machine.done else _progress(run)
+    print_result(directory, json_lines=json_lines, left=left)
+    if left is not None:
         view.say(f"the sweep is not done: gshare sweep {made.spec.run.source} --resume goes on with it")
     return code
+
+
+def _progress(run: SweepRun) -> dict[str, Progress]:
+    """Of the configurations that a trainer had when the sweep was left."""
+    if run.supervisor is None:
+        return {}
+    return {
+        status.job: Progress(
+            status.step, run.jobs[status.job].work.samples(status.step), status.best_val_loss, status.state
+        )
+        for status in run.supervisor.table.all()
+        if status.job in run.jobs
+    }

@@ -1,25 +1,39 @@
-"""The result of a sweep, from its directory alone: for people, and as one JSON object."""
+"""The result of a sweep, by its directory and the command that ran it: for people, and as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gshare.agent.jobs.sweep_records import Decision, SweepRecord, read_decisions, read_sweep
 from gshare.agent.service.journal import strict_json
 from gshare.cli.board import columns, number
 
 
-def result_of(directory: Path) -> dict[str, Any]:
-    """`winner` (None: no validation loss was a number) and `jobs`, best first; `samples` done and planned."""
+class Progress(NamedTuple):
+    """How far a configuration came beyond its last decision, in a sweep that was left before its end."""
+
+    step: int
+    samples: int
+    best_val_loss: float | None
+    state: str
+
+
+def result_of(directory: Path, left: Mapping[str, Progress] | None = None) -> dict[str, Any]:
+    """`winner` (None: no validation loss was a number) and `jobs`, best first; `samples` done and planned.
+
+    `left`: the sweep is not done, so nobody has won; what its decisions do not tell yet.
+    """
     record = read_sweep(directory)
     assert record is not None, directory
-    rows = _rows(record, read_decisions(directory))
-    best = [row for row in rows if row["best_val_loss"] is not None]
+    rows = _rows(record, read_decisions(directory), left or {})
+    best = [row for row in rows if row["best_val_loss"] is not None and left is None]
     return {
         "type": "sweep",
         "name": record.name,
+        "done": left is None,
         "winner": best[0]["adapter"] if best else None,
         "best": str(Path(best[0]["output_dir"]) / "best") if best else None,
         "samples": sum(row["samples"] for row in rows),
@@ -28,7 +42,9 @@ def result_of(directory: Path) -> dict[str, Any]:
     }
 
 
-def _rows(record: SweepRecord, decisions: list[Decision]) -> list[dict[str, Any]]:
+def _rows(
+    record: SweepRecord, decisions: list[Decision], left: Mapping[str, Progress]
+) -> list[dict[str, Any]]:
     last: dict[str, Decision] = {}
     best: dict[str, float] = {}
     for decision in decisions:
@@ -39,28 +55,32 @@ def _rows(record: SweepRecord, decisions: list[Decision]) -> list[dict[str, Any]
     rows = []
     for one in record.configurations:
         decision = last.get(one.name)
-        rows.append(
-            {
-                "adapter": one.name,
-                "hyper_parameters": one.hyper_parameters,
-                "best_val_loss": best.get(one.name),
-                "state": decision.event if decision is not None else "queued",
-                "pattern": decision.pattern if decision is not None else "",
-                "step": decision.step if decision is not None else 0,
-                "total_steps": one.total_steps,
-                "samples": decision.samples if decision is not None else 0,
-                "samples_total": one.samples_total,
-                "output_dir": one.output_dir,
-                "reason": decision.reason if decision is not None else "",
-            }
-        )
+        row: dict[str, Any] = {
+            "adapter": one.name,
+            "hyper_parameters": one.hyper_parameters,
+            "best_val_loss": best.get(one.name),
+            "state": decision.event if decision is not None else "queued",
+            "pattern": decision.pattern if decision is not None else "",
+            "step": decision.step if decision is not None else 0,
+            "total_steps": one.total_steps,
+            "samples": decision.samples if decision is not None else 0,
+            "samples_total": one.samples_total,
+            "output_dir": one.output_dir,
+            "reason": decision.reason if decision is not None else "",
+        }
+        ahead = left.get(one.name)
+        if ahead is not None and ahead.step > row["step"]:
+            row |= {"step": ahead.step, "samples": ahead.samples, "state": ahead.state}
+            if ahead.best_val_loss is not None:
+                row["best_val_loss"] = ahead.best_val_loss
+        rows.append(row)
     # Equal losses keep the file's order, as the sweep's own choice of the winner does.
     return sorted(rows, key=lambda row: (row["best_val_loss"] is None, row["best_val_loss"] or 0.0))
 
 
-def print_result(directory: Path, *, json_lines: bool) -> None:
-    """On stdout: it is what the command gives back."""
-    result = result_of(directory)
+def print_result(directory: Path, *, json_lines: bool, left: Mapping[str, Progress] | None = None) -> None:
+    """On stdout: it is what the command gives back. `left` as for `result_of`."""
+    result = result_of(directory, left)
     if json_lines:
         print(json.dumps(strict_json(result), allow_nan=False), flush=True)
         return
@@ -72,6 +92,9 @@ def print_result(directory: Path, *, json_lines: bool) -> None:
         lines.append((str(place), row["adapter"], number(row["best_val_loss"]), steps, samples, state))
     print("\n".join(columns(lines)))
     done, planned = result["samples"], result["samples_total"]
+    if left is not None:
+        print(f"trained on {done:,} of {planned:,} samples so far", flush=True)
+        return
     if planned:
         print(f"trained on {done:,} of {planned:,} samples: {1 - done / planned:.1%} saved")
     if result["winner"] is None:

@@ -217,8 +217,10 @@ def test_interrupted_it_checkpoints_and_goes_on(
     process = _start("sweep", str(path))
     _wait(lambda: _paused(path.parent / "out") >= 1, process)
     process.send_signal(signal.SIGINT)
-    _, err = _finish(process, 130)
+    out, err = _finish(process, 130)
     assert "--resume goes on with it" in err
+    assert out.splitlines()[-1].endswith(" samples so far")  # nothing is saved, and nobody has won or lost
+    assert not out.splitlines()[-1].startswith("trained on 0 of")
     assert not any(one.pattern == "user" for one in read_decisions(path.parent / "out"))
     _run("sweep", str(path), "--resume")
     _check_same(path.parent, reference)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -141,6 +143,30 @@ def test_a_recording_is_made_played_sought_and_told_when_it_is_cut_or_damaged(te
     text = terminal.until(lambda text: "EXIT 2" in text, "the refusal")
     assert text.startswith("gshare: --replay ")
     assert "wrong checksum EXIT 2" in " ".join(text.split())  # wrapped where the path is long
+
+
+def test_it_ends_with_a_terminal_that_sends_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gshare.cli.main", "tui", "--run", str(tmp_path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "TERM": "xterm-256color"},
+        start_new_session=True,  # so it is nobody's controlling terminal
+    )
+    os.close(theirs)
+    try:
+        seen = b""
+        while b"gshare" not in seen:
+            seen += os.read(ours, 1 << 16)
+        os.close(ours)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_without_a_terminal_it_says_so() -> None:

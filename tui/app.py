@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -137,6 +138,15 @@ class Dashboard(App[int]):
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
                 for number in (signal.SIGTERM, signal.SIGHUP):
                     asyncio.get_running_loop().add_signal_handler(number, self.exit, 128 + number)
+            self.set_interval(TICK_SECONDS, self._leave_lost_terminal)
+
+    def _leave_lost_terminal(self) -> None:
+        """Ends where the terminal is gone and no SIGHUP said so (it was not the controlling one): textual's
+        reader would take up a whole core on its end of file."""
+        poll = select.poll()
+        poll.register(0, 0)
+        if poll.poll(0):  # asked for nothing, it tells of POLLHUP, POLLERR and POLLNVAL
+            self.exit(return_code=128 + signal.SIGHUP)
 
     async def _follow(self) -> None:
         try:

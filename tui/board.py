@@ -25,6 +25,7 @@ class Board:
         self.shown = self.state
         self.settings = settings
         self.palette: Palette = MONO
+        self.filter = ""  # of the leaderboard; not remembered: on other adapters it may hide them all
         self.marked: list[str] = []  # keys of jobs, in the order in which they were marked
         self.read_only = False
         self.paused_at: float | None = None

@@ -20,7 +20,6 @@ class Settings(msgspec.Struct, kw_only=True):
     descending: bool = False
     relative: bool = True  # times as ages
     log_scale: bool = False
-    filter: str = ""  # of the leaderboard
 
 
 def default_path() -> Path:

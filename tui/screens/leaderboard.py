@@ -20,10 +20,10 @@ class LeaderboardView(View):
         self.query_one(JobTable).show()
 
     def filter_text(self) -> str:
-        return self.board.settings.filter
+        return self.board.filter
 
     def set_filter(self, text: str) -> str:
-        self.board.settings.filter = text
+        self.board.filter = text
         table = self.query_one(JobTable)
         table.show()
         return table.problem

@@ -71,8 +71,8 @@ class JobTable(Grid):
         state = board.shown
         if board.palette is not self.palette:
             self.repaint(board.palette)
-        self.empty = "no adapter fits the filter" if state.jobs else self._nothing()
-        asked = (settings.sort, settings.descending, settings.filter, id(state), frozenset(state.jobs))
+        self.empty = "no adapter fits the filter; Esc clears it" if state.jobs else self._nothing()
+        asked = (settings.sort, settings.descending, board.filter, id(state), frozenset(state.jobs))
         now = time.monotonic()
         if asked == self._asked and now - self._ordered < ORDER_SECONDS:
             self.set_rows(self.keys)
@@ -100,7 +100,7 @@ class JobTable(Grid):
         return "no adapters yet" if self._board.state.is_live else "nothing is known yet"
 
     def _make_test(self, jobs: list[Job], hypers: list[str]) -> None:
-        made_of = (self._board.settings.filter, tuple(hypers))
+        made_of = (self._board.filter, tuple(hypers))
         if made_of == self._tested:
             return
         self._tested = made_of
@@ -113,8 +113,8 @@ class JobTable(Grid):
     def _entitle(self, shown: int, known: int) -> None:
         settings = self._board.settings
         parts = [f"Leaderboard · {known}" if shown == known else f"Leaderboard · {shown} of {known}"]
-        if settings.filter:
-            parts.append(f"filter: {clean(settings.filter)}")
+        if self._board.filter:
+            parts.append(f"filter: {clean(self._board.filter)}")
         if self._board.marked:
             parts.append(f"{len(self._board.marked)} marked")
         parts.append(f"by {clean(self._by)} {'▼' if settings.descending else '▲'}")
