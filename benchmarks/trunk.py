@@ -1,7 +1,8 @@
 """What a shared trunk brings: jobs that adapt the top layers, in every way of running them on one GPU.
 
     python benchmarks/trunk.py [--shape 8b|smollm2|tiny] [--device cuda|cpu] [--cells n16-top1 …]
-                               [--arms dedicated shared …] [--out FILE] [--again] [--break-dedup]
+                               [--arms dedicated shared …] [--peft-jobs N] [--out FILE] [--again]
+                               [--break-dedup]
 
 A cell is a cohort of jobs (n16-top1: sixteen, each on the top layer; -two and -own: trunk_workload.py); an
 arm is a way of running it, in processes of its own. Every arm trains the same logical jobs: rows, order,
@@ -11,6 +12,8 @@ so a run that was cut short is taken up by the same command.
     dedicated   gshare, one job after another       packed    gshare, one pass, equal rows run for each job
     peft        transformers + PEFT, one by one     shared    gshare, one pass, equal rows run once
     mps         PEFT, a process a job, stock MPS    cached    shared, states kept from the first epoch on
+
+--peft-jobs N: arm peft trains N of the jobs, evenly chosen, and its rates are theirs; the table says so.
 
 steady is the last epoch. cold is from the start of a process to the end of its first epoch; a dedicated job
 has a process of its own, so it is set up as often as there are jobs. On a CPU seconds are the process's own,
@@ -89,11 +92,25 @@ def arms_of(cohort: Cohort, device: str, chosen: list[str] | None) -> list[str]:
     return [arm for arm in known if arm in (chosen or ARMS) and (arm != "mps" or device == "cuda")]
 
 
+def sample(jobs: int, count: int) -> list[int]:
+    """`count` of the jobs, evenly chosen, the first among them; 0: all."""
+    count = count or jobs
+    return [job * jobs // count for job in range(min(count, jobs))]
+
+
 def measure(
-    cohort: Cohort, arm: str, device: str, known: Records, launch: Launch, *, break_dedup: bool
+    cohort: Cohort,
+    arm: str,
+    device: str,
+    known: Records,
+    launch: Launch,
+    *,
+    peft_jobs: int = 0,
+    break_dedup: bool = False,
 ) -> dict[str, Any]:
     """The arm's record, or its error."""
-    task = Task(cohort, arm, device, list(range(cohort.jobs)), time.monotonic(), break_dedup)
+    jobs = sample(cohort.jobs, peft_jobs) if arm == "peft" else list(range(cohort.jobs))
+    task = Task(cohort, arm, device, jobs, time.monotonic(), break_dedup)
     load = os.getloadavg()[0]
     started = time.perf_counter()
     try:
@@ -102,6 +119,7 @@ def measure(
         found = run_arm(task, launch, known)
         if arm == "peft":
             found["settings"] = {"attention": task.attention, "checkpointing": task.checkpointing}
+            found["sampled"] = [len(jobs), cohort.jobs]
     except (Failed, OSError) as error:
         found = {"error": ": ".join(str(one) for one in error.args)}
     took = round(time.perf_counter() - started, 1)
@@ -133,7 +151,15 @@ def run(given: argparse.Namespace, launch: Launch = launch) -> int:
             if found and found["under"] == under and "error" not in found and not given.again:
                 continue
             known = {one: record for one, record in records.items() if record["under"] == under}
-            found = measure(cohort, arm, given.device, known, launch, break_dedup=given.break_dedup)
+            found = measure(
+                cohort,
+                arm,
+                given.device,
+                known,
+                launch,
+                peft_jobs=given.peft_jobs,
+                break_dedup=given.break_dedup,
+            )
             records[arm] = found | {"under": under}
             print(f"{cell} {arm}: {found.get('error', 'measured')} ({found['wall_s']} s)", file=sys.stderr)
             _conclude(results[cell], cohort, under, operations)
@@ -175,6 +201,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--cells", nargs="+", help=f"default: {' '.join(CELLS)}")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that the cell has")
+    parser.add_argument("--peft-jobs", type=int, default=0, help="of arm peft; default: all of the cell")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trunk_DEVICE.json")
     parser.add_argument("--again", action="store_true", help="measure what FILE has already")
     parser.add_argument("--break-dedup", action="store_true", help="negative control: the gate must fail")
@@ -187,6 +214,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     blunt = [name for name, cohort in given.cells if cohort.data != "two" or not cohort.top]
     if given.break_dedup and blunt:
         parser.error(f"--break-dedup shows in cells n…-top…-two only, not in {', '.join(blunt)}")
+    if given.peft_jobs < 0:
+        parser.error(f"--peft-jobs {given.peft_jobs}: at least 1, or 0 for all")
     if given.device == "cuda" and not _gpu_name():
         parser.error("the driver shows no GPU; --device cpu --shape smollm2 (or tiny) runs without one")
     if given.out is None:

@@ -47,10 +47,11 @@ def faults(cohort: Cohort, records: Records) -> list[str]:
     dedicated = records["dedicated"]["jobs"]
     for arm, record in records.items():
         jobs = record["jobs"]
-        if sorted(jobs) != names:
-            found.append(f"{arm}: trained {len(jobs)} jobs, not the cell's {len(names)}")
+        expected = record.get("sampled", [len(names)])[0]
+        if len(jobs) != expected or not set(jobs) <= set(names):
+            found.append(f"{arm}: trained {len(jobs)} jobs, not the {expected} that it was given")
             continue
-        for name in names:
+        for name in sorted(jobs):
             if len(jobs[name]["losses"]) != cohort.steps * cohort.epochs:
                 found.append(f"{arm}: {name} has {len(jobs[name]['losses'])} losses")
             elif not all(math.isfinite(loss) for loss in jobs[name]["losses"]):
@@ -114,6 +115,9 @@ def _arm(arm: str, record: dict[str, Any]) -> str:
     ):
         if key in record:
             told.append(form.format(record[key]))
+    sampled, jobs = record.get("sampled", (0, 0))
+    if sampled < jobs:
+        told.append(f"{sampled} of the {jobs} jobs")
     return f"  {arm:20} {', '.join(told)}"
 
 

@@ -11,6 +11,7 @@ is timed. Held-out rows are drawn as the others, from steps that no job trains.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,9 +90,10 @@ class Cohort:
     def held_out(self, job: int) -> list[Row]:
         return [row for step in HELD_OUT for row in self.rows(step, job)]
 
-    def tokens(self) -> int:
-        """Of all jobs in one epoch."""
-        each = (self.rows(step, job) for step in range(self.steps) for job in range(self.jobs))
+    def tokens(self, jobs: Iterable[int] | None = None) -> int:
+        """Of these jobs, by default all, in one epoch."""
+        chosen = range(self.jobs) if jobs is None else jobs
+        each = (self.rows(step, job) for job in chosen for step in range(self.steps))
         return sum(len(row.tokens) for rows in each for row in rows)
 
     def specs(self) -> list[AdapterSpec]:
