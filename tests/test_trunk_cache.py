@@ -157,6 +157,19 @@ def test_a_new_job_s_rows_take_the_place_of_those_that_nobody_uses() -> None:
     assert cache.nbytes == 44, "nothing made room for what never fits"
 
 
+def test_pinned_memory_is_counted_as_the_allocator_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 bytes take 32 there: three would be 96, more than the 80 that are reserved."""
+    monkeypatch.setattr(trunk_cache, "_pinned_copy", torch.clone)
+    cache = TrunkCache(torch.device("cuda"), identity="base", device_bytes=0, host_bytes=80)
+    for content in "abc":
+        cache.put(1, content, states(5))
+    assert [cache.get(1, content) is not None for content in "abc"] == [True, True, False]
+    assert cache.nbytes == 64
+    cache.age()
+    cache.put(1, "c", states(5))
+    assert cache.nbytes == 64, "what made room gave back as much"
+
+
 def test_giving_up_the_device_keeps_nothing_there() -> None:
     cache = cache_of(60)
     cache.put(1, "a", states(5))
