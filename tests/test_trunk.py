@@ -22,7 +22,8 @@ from gshare.agent.jobs.events import Stepped
 from gshare.agent.train import trunk
 from gshare.agent.train.engine import Engine, PassLora
 from gshare.agent.train.part import Part, Row
-from gshare.agent.train.rounds import Rounds, StepWork, evaluation_passes
+from gshare.agent.train.passes import StepWork, evaluation_passes
+from gshare.agent.train.rounds import Rounds
 from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.kernels import grouped_lora
 from gshare.kernels.layout import Layout

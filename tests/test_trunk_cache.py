@@ -13,7 +13,8 @@ from gshare.agent.base.weights import Base
 from gshare.agent.train import trunk_cache
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.part import Part
-from gshare.agent.train.rounds import Rounds, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Rounds
 from gshare.agent.train.trunk import TrunkUse
 from gshare.agent.train.trunk_cache import MARGIN, TIMED, WARM_UP, Trial, TrunkCache
 from gshare.kernels.reference_backend import ReferenceBackend
