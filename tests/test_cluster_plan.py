@@ -11,7 +11,7 @@ from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.data.prepare import prepare_requests
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec_file import load_run_spec
-from gshare.agent.train.job import JobData
+from gshare.agent.train.job_data import JobData
 from gshare.cli.cluster_plan import training_tokens
 from gshare.cli.main import main
 from gshare.coordinator.plan import MAX_DURATION_MS

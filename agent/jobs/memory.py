@@ -378,7 +378,7 @@ def _activation_bytes(
     a checkpointing adapter is checkpointed as a whole; counted only when every adapter asks for it, since
     otherwise a pass without one may come.
     """
-    lowest = min((min(spec.layers_to_transform or (0,)) for spec in adapters), default=shape.num_layers)
+    lowest = min((spec.lowest_layer for spec in adapters), default=shape.num_layers)
     layers = max(0, shape.num_layers - lowest)
     layer = _layer_columns(shape, adapters, kept=True)
     if adapters and all(spec.gradient_checkpointing for spec in adapters):

@@ -27,7 +27,8 @@ from gshare.agent.train.checkpointing import does_not_fit, spare_bytes
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.fingerprint import numerics_fingerprint
 from gshare.agent.train.gpu_guard import NoGuard, make_guard
-from gshare.agent.train.job import Job, JobData
+from gshare.agent.train.job import Job
+from gshare.agent.train.job_data import JobData
 from gshare.agent.train.out_of_memory import is_out_of_memory, told
 from gshare.agent.train.pipeline import Pipeline
 from gshare.agent.train.rounds import Rounds

@@ -13,7 +13,8 @@ from gshare.agent.jobs.events import Evaluated, Event, JobChanged, Stepped
 from gshare.agent.train import runner as runner_module
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Engine, Verdict
-from gshare.agent.train.rounds import Round, Rounds, StepOutcome, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Round, Rounds, StepOutcome
 from gshare.agent.train.runner import Runner
 from toy import make_runner
 
