@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,21 @@ class Job:
         self.saved_step = -1  # step of the newest checkpoint submitted
         self.evaluated_step = -1
         self.patterns = Patterns(request.early_exit) if request.early_exit is not None else None
-        #: Paused at `pause_at`: its adapter is closed, and made again from its checkpoint when it goes on.
+        #: Paused at `pause_at`, or at its end: its adapter is closed. It is made again from the checkpoint of
+        #: the pause when the job goes on.
         self.parked = False
+        #: What is said of it once its files stand; None: nothing is waited for.
+        self.settling: Callable[[], None] | None = None
         self._next: StepWork | None = None
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_active(self) -> bool:
+        """Whether rounds may have it."""
+        return self.state == "running" and not self.parked
 
     @property
     def total_steps(self) -> int:
@@ -68,7 +76,7 @@ class Job:
         return self._next
 
     def park(self) -> None:
-        """Give its memory back; its checkpoint of this step stands."""
+        """Give its memory back; its files are written, or being written."""
         self.adapter.close()
         self.parked = True
 

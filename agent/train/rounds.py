@@ -141,7 +141,11 @@ class Rounds:
             ) from error
 
     def _dropped_states(self) -> bool:
-        """Whether memory was got by forgetting trunk states, which no bit depends on."""
+        """Whether memory was got by forgetting trunk states or captured passes, which no bit depends on."""
+        if self.engine.give_up_graphs():
+            log.warning("out of memory; CUDA graphs are given up, passes are launched one kernel at a time")
+            self._empty_cache()
+            return True
         cache = self.engine.cache
         freed = cache.give_up_device() if cache is not None else 0
         if freed:

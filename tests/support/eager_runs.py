@@ -80,7 +80,7 @@ class Bench:
     def _crumb(self, in_flight: Sequence[tuple[str, int]]) -> None:
         self.crumbs.append(list(in_flight))
 
-    def told(self) -> list[object]:
+    def told(self) -> list[dict[str, Any]]:
         """Events as a client sees them, without times and the lag of the thread that writes."""
         return [
             {**{name: getattr(event, name) for name in event.__struct_fields__}, "seconds": 0}
