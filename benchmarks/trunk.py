@@ -159,6 +159,7 @@ def run(given: argparse.Namespace, launch: Launch = launch, now: Callable[[], fl
             if cell.startswith(f"{given.shape}-") and record["under"]["versions"] == versioned:
                 reckoning.saw(arm, record)
     missing: list[str] = []
+    how = "the same command goes on"
     for name, cohort in given.cells:
         cell = f"{given.shape}-{name}"
         under = {"versions": versioned, "workload": asdict(cohort), "device": given.device}
@@ -170,6 +171,8 @@ def run(given: argparse.Namespace, launch: Launch = launch, now: Callable[[], fl
                 continue
             takes = reckoning(cohort, arm)
             if missing or now() - begun + takes > until:
+                if not missing and takes > until:
+                    how = "the first takes longer by itself: raise --time-limit"
                 missing.append(f"{cell} {arm} (about {takes:.0f} s)" if takes else f"{cell} {arm}")
                 continue
             known = {one: record for one, record in records.items() if record["under"] == under}
@@ -197,7 +200,7 @@ def run(given: argparse.Namespace, launch: Launch = launch, now: Callable[[], fl
         print(targets({name: results[f"8b-{name}"] for name, _ in given.cells}), flush=True)
     if missing:
         print(
-            f"not begun, for want of time in {until:.0f} s: {', '.join(missing)}; the same command goes on",
+            f"not begun, for want of time in {until:.0f} s: {', '.join(missing)}; {how}",
             file=sys.stderr,
         )
     return 1 if not passed else GO_ON if missing else 0
@@ -282,6 +285,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         scale = replace(scale, steps=given.steps)
     if given.time_limit is not None and not given.time_limit > 0:
         parser.error(f"--time-limit {given.time_limit}: more than 0 seconds")
+    if given.time_limit is not None and given.again:
+        parser.error("--again with --time-limit would begin anew each time; give another --out")
     if given.reckon and given.shape != "8b":
         parser.error("--reckon knows --shape 8b only")
     try:

@@ -206,7 +206,9 @@ def test_an_arm_is_judged_by_the_last_like_it(
     out.write_text(json.dumps(results))
     assert clocked(out, "100", told_again(result, ran), 1.0) == 75
     assert ran == []
-    (took,) = re.findall(r"dedicated \(about (\d+) s\)", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert "the first takes longer by itself: raise --time-limit" in said
+    (took,) = re.findall(r"dedicated \(about (\d+) s\)", said)
     assert 200 < int(took) <= 400, "half as many jobs, the same process"
     for change in ({"error": "exit code 1"}, {"under": under | {"versions": {}}}):
         dedicated = result["arms"]["dedicated"] | {"under": under, "wall_s": 400.0} | change
@@ -234,6 +236,7 @@ def test_what_an_arm_takes_is_reckoned_before_it_ever_ran(
     [
         (["--steps", "63"], "--steps 63: 1 to 62"),
         (["--time-limit", "0"], "more than 0 seconds"),
+        (["--time-limit", "9", "--again"], "would begin anew each time"),
         (["--reckon", "--shape", "tiny"], "--shape 8b only"),
     ],
 )
