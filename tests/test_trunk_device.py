@@ -119,7 +119,7 @@ def test_a_launch_that_was_made_before_asks_the_host_for_nothing(base: Base) -> 
         engine.begin_round([one.adapter for one in parts])
         engine.forward_backward(parts)
     assert len(seen) == 4, "trunk and upper part, twice"
-    assert seen[1] == ["equal"]
+    assert set(seen[1]) == {"equal"}
     assert seen[2:] == [[], []]
 
 

@@ -70,13 +70,14 @@ def eager(base: Base) -> list[object]:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(engine: DeviceEngine, entry: _Entry, launch: Callable[[], torch.Tensor]) -> None:
+    def capture(engine: DeviceEngine, entry: _Entry, launch: Callable[[], torch.Tensor]) -> bool:
         graph = RecordedGraph()
         with graph.recording():
             entry.output = launch()
         entry.graph = graph  # type: ignore[assignment]
         graph.replay()
         engine.replays += 1
+        return True
 
     monkeypatch.setattr(DeviceEngine, "_capture", capture)
 
