@@ -148,6 +148,7 @@ def test_who_comes_later_sees_how_it_is_and_is_told_what_was(tmp_path: Path) -> 
                 assert w.state.jobs["one"].val.steps() == [2, 4, 6]  # by history
                 await w.source.ask_history("one")
                 assert w.state.jobs["one"].val.steps() == [2, 4, 6]
+                assert w.state.jobs["one"].train.steps() == [1, 2, 3, 4, 5, 6], "its node has forgotten it"
                 files = await w.source.list_files("one")
                 assert "adapter_model.safetensors" in {row.name for row in files}
 
