@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from gshare.coordinator.api_protocol import (
     Fetched,
     FetchJob,
     JobLog,
+    JobRow,
     JobRows,
     JobsDone,
     ListClusterJobs,
@@ -47,12 +49,17 @@ def list_cluster_jobs(cluster: Path, state_dir: Path | None, *, json_lines: bool
 
 def attach_cluster_job(cluster: Path, state_dir: Path | None, name: str, *, json_lines: bool) -> int:
     with running_coordinator(cluster, state_dir, CLIENT) as client:
-        jobs = client.ask(JobRows, ListClusterJobs).jobs
+        row = find_row(client.ask(JobRows, ListClusterJobs).jobs, name)
+    return watch_jobs(state_dir_of(state_dir), [(name, row.output_dir)], json_lines=json_lines)
+
+
+def find_row(jobs: Sequence[JobRow], name: str) -> JobRow:
+    """UsageError with what there is."""
     row = next((job for job in jobs if job.job == name), None)
     if row is None:
         known = ", ".join(job.job for job in jobs[:20]) or "none"
-        raise UsageError(f"no job named {name} in this cluster; known: {known}")
-    return watch_jobs(state_dir_of(state_dir), [(name, row.output_dir)], json_lines=json_lines)
+        raise UsageError(f"no job named {plain(name)} in this cluster; known: {known}")
+    return row
 
 
 def command_cluster_jobs(

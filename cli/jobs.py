@@ -37,7 +37,7 @@ from gshare.cli.board import columns, number
 from gshare.cli.live import View, make_view
 
 app = App(name="jobs", help="List, follow, stop, pause, resume and clone running jobs, here or on a cluster.")
-app.command("gshare.cli.clone:clone", name="clone", help="Train a changed copy of a job beside it.")
+app.command("gshare.cli.clone:clone", name="clone", help="Train a changed copy of a job.")
 
 #: Ended jobs that `list` shows, the newest ones.
 ENDED_SHOWN = 20

@@ -92,6 +92,13 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     table = cluster.gshare("jobs", "list")
     assert "completed" in table.stdout, table.stderr
 
+    cloned = cluster.gshare("jobs", "clone", "brief", "--set", "learning_rate=1e-3", "--detach")
+    assert (cloned.returncode, cloned.stdout) == (0, "brief-clone\n"), cloned.stderr
+    cluster.until_ended("brief-clone")
+    assert cluster.adapter("brief-clone").decode() == weights_after("brief-clone", 6)
+    record = json.loads((cluster.root / "out" / "brief-clone" / "run.json").read_text())
+    assert record["spec"]["learning_rate"] == 1e-3
+
     second = cluster.gshare("coordinator")
     assert second.returncode == 75
     assert "another coordinator runs" in second.stderr
