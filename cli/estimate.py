@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from gshare.agent.data.prepare import find_model, run_estimate
 from gshare.agent.errors import EXIT_OK, GshareError, UsageError
@@ -89,7 +90,8 @@ def estimate(
         options=given(run_flags, adapter_flags),
     )
     plan = plan_gpu(gpu_flags, device)
-    model_dir = find_model(run)
+    # They are all alike: what is wrong with one is said once.
+    model_dir = find_model(msgspec.structs.replace(run, adapters=run.adapters[:1]))
     base = base_identity(model_dir)
     profile, fault = _known(run, base, plan)
     if measure and (again or profile is None):

@@ -208,7 +208,7 @@ def test_without_a_measurement_it_is_by_part(model: Path, run: Callable[..., tup
     [
         (["--count", "0"], "--count 0: must be from 1 to 4096"),
         (["--again"], "--again is for --measure"),
-        (["--max-length", "100000"], "max_length"),
+        (["--max-length", "100000", "--count", "8"], "max_length"),
         (["--r", "0"], "r"),
     ],
 )
@@ -218,6 +218,7 @@ def test_bad_input_is_one_message(
     code, out, err = run("--model", str(model), *arguments, "--device", "cpu")
     assert code == 2
     assert says in err
+    assert err.count("\n") == 1, "once, however many adapters are alike"
     assert not out
     assert "Traceback" not in err
 
