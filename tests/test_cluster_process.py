@@ -191,8 +191,13 @@ def _check_left_behind(cluster: LocalCluster) -> None:
 def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_directories: None) -> None:
     cluster = LocalCluster(tmp_path / "it")
     cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
+    more = cluster.gshare("coordinator", "--expect-workers", "3", "--timeout", "1")
+    assert more.returncode == 75, more.stderr
+    said = "names 1 nodes: waiting 1 s for 2 more to dial in"
+    assert said in more.stderr.splitlines()[1], "before the wait, not after it"
     done = cluster.gshare("coordinator", "--expect-workers", "1", "--timeout", "2")
     assert done.returncode == 75, done.stderr
+    assert "to dial in" not in done.stderr
     assert "0 of 1 workers are ready" in done.stderr
     assert "far: new" in done.stderr
     assert "127.0.0.1" in done.stderr
