@@ -299,6 +299,13 @@ def say_left_out(count: int) -> None:
         print(f"{count} ended {'job is' if count == 1 else 'jobs are'} left out; see --all", file=sys.stderr)
 
 
+#: What a command finds done, and says instead of doing nothing in silence.
+_ALREADY: dict[tuple[type, str], str] = {
+    (PauseJobs, "paused"): "paused already",
+    (ResumeJobs, "running"): "running already",
+}
+
+
 def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJobs], done: str) -> int:
     if not names:
         raise UsageError("name at least one job (`gshare jobs` lists them)")
@@ -306,6 +313,9 @@ def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJob
     for job in found:
         assert job.trainer is not None
         name = job.status.job
+        if (already := _ALREADY.get((make, job.status.state))) is not None:
+            print(f"{name}: {already}", file=sys.stderr)
+            continue
         with connected(job.trainer) as client:
             reply = client.ask(make, jobs=[name], timeout=COMMAND_SECONDS)
         assert isinstance(reply, Done), reply

@@ -258,6 +258,8 @@ class Requests:
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
                 else:
+                    if job.wish == "pause":
+                        told[name] = "paused already" if job.state == "paused" else "told to pause already"
                     wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"

@@ -78,7 +78,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     assert watch.returncode == 130, err
     assert "left 1 job running" in err
     events = [json.loads(line) for line in out.splitlines()]
-    assert [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"][-1] == "completed"
+    states = [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"]
+    assert (states[-1], states.count("completed")) == ("completed", 1)
     assert cluster.jobs()["long"].state == "running"
     assert cluster.adapter("brief").decode() == weights_after("brief", 6)
 
@@ -113,6 +114,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
 
     assert cluster.gshare("jobs", "pause", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "paused")
+    again = cluster.gshare("jobs", "pause", "long")
+    assert (again.returncode, again.stderr) == (0, "long: paused already\n")
     assert cluster.gshare("jobs", "resume", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "running")
     alone = _jobs_of_this_machine("stop", "long")

@@ -118,7 +118,7 @@ class Books:
         self.collect_writer_errors()
         if job.state == "running":
             job.park()
-            self.change(job, "paused", f"at step {job.step}, where it was to pause")
+            self.change(job, "paused", "it was to pause here")
 
     def diverge(self, job: Job, what: str) -> None:
         """Nothing more of this job is saved: what is on disk is from when its values were numbers."""
