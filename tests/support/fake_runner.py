@@ -162,7 +162,9 @@ class FakeRunner:
     def pause(self, job: str) -> None:
         self._change(self._jobs[job], "paused")
 
-    def resume(self, job: str) -> None:
+    def resume(self, job: str, pause_at: int | None = None) -> None:
+        if pause_at is not None:
+            self._jobs[job].pause_at = pause_at
         self._change(self._jobs[job], "running")
 
     def take_weights(self, job: str, directory: Path) -> WarmStart:
