@@ -146,8 +146,13 @@ def fitting_table(ranked: Sequence[Run], console: Console) -> tuple[Table, Seque
     keys = summary.differing(ranked)
     order = (*_LEFT_OUT_FIRST, "why", *reversed(keys), *_LEFT_OUT_LAST)
     tries = [((), False), *((order[:count], True) for count in range(len(order) + 1))]
-    left_out, short = next((one for one in tries if width(*one) <= console.width), tries[-1])
-    return leaderboard_table(ranked, left_out, short=short), left_out
+    fitting = next((one for one in tries if width(*one) <= console.width), tries[-1])
+    left_out, short = list(fitting[0]), fitting[1]
+    for title in fitting[0][::-1]:  # a wide column that went last may have made room for narrow ones
+        without = [other for other in left_out if other != title]
+        if title != "why" and width(without, short) <= console.width:
+            left_out = without
+    return leaderboard_table(ranked, left_out, short=short), tuple(left_out)
 
 
 def leaderboard_table(ranked: Sequence[Run], left_out: Sequence[str] = (), *, short: bool = False) -> Table:
