@@ -44,7 +44,7 @@ from gshare.agent.data.build import build_token_store
 from gshare.agent.jobs.events import Event, Stepped
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.trace import DISABLED, SharingReport, Tracer, sharing_report
-from gshare.agent.train.job import JobData
+from gshare.agent.train.job_data import JobData
 from gshare.agent.train.runner import Runner
 from gshare.agent.vram.guard import Reservation, reserve
 from gshare.agent.vram.ledger import Ledger

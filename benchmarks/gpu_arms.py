@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
-from gpu_workload import Workload
+from gpu_workload import LONGEST, Workload
 from gshare.agent.base.weights import Base
 from gshare.agent.train import adapter as module
 from gshare.agent.train.adapter import Adapter
@@ -20,8 +21,11 @@ from gshare.agent.train.device_optimizer import Verdicts
 from gshare.agent.train.device_pass import PassShape, group_shapes
 from gshare.agent.train.part import Part
 from gshare.kernels.layout import GROUPS, Group, LoraPlan
-from gshare.kernels.lora_tables import PassAdapter, PassTables
+from gshare.kernels.lora_tables import BLOCK_T, PassAdapter, PassTables, row_blocks
 from gshare.kernels.triton_backend import DeviceLora, TritonBackend
+
+#: Blocks of the workload's longest sequence.
+LONGEST_BLOCKS = LONGEST // BLOCK_T
 
 
 @dataclass
@@ -223,7 +227,7 @@ def remember_initial_weights() -> None:
 
 
 class UngroupedBackend(TritonBackend):
-    """One LoRA launch an adapter and op instead of one for all: what grouping buys."""
+    """One LoRA launch an adapter and op instead of one for all: what grouping buys. For `UngroupedEngine`."""
 
     name = "triton-ungrouped"
 
@@ -240,41 +244,65 @@ class UngroupedBackend(TritonBackend):
             TritonBackend.lora_grads(self, x, dy, its_s, its_ds, one, group)
 
     def _each(self, lora: LoraPlan) -> list[DeviceLora]:
-        assert isinstance(lora, DeviceLora)
+        """The same plan over each adapter's own rows: its tokens, or those of the top layer that a loss
+        reads. The pass's table of these serves all, since it goes by the tokens' places in the pass."""
+        if not isinstance(lora, DeviceLora):
+            return []  # the bare base
+        assert lora.masks is None, "the workload has no dropout"
+        rows = lora.tables.rows
         return [
-            DeviceLora(tables, lora.flat, lora.grads, lora.workspace, lora.active) for tables in self.tables
+            DeviceLora(
+                tables if rows is None else tables.over(tables.staging.device["label_blocks"], rows),
+                lora.flat,
+                lora.grads,
+                lora.workspace,
+                lora.active,
+            )
+            for tables in self.tables
         ]
 
     tables: list[PassTables]
 
 
 class UngroupedEngine(DeviceEngine):
-    """Fills one table an adapter beside the pass's own."""
+    """Fills one table an adapter beside the pass's own. For jobs of one sequence a pass that begin at the
+    same layer."""
+
+    def __init__(self, base: Base, backend: UngroupedBackend) -> None:
+        super().__init__(base, backend)
+        self._one_by_one: dict[Any, list[PassTables]] = {}
 
     def queue(self, work: Prepared | Sequence[Part]) -> Pending:
         backend = self.backend
         assert isinstance(backend, UngroupedBackend)
         if not isinstance(work, Prepared):
             work = self.prepare(work)
-        shape, cache = work.key[0], self.__dict__.setdefault("_ungrouped", {})
+        shape, plan = work.key[0], work.plan
         assert isinstance(shape, PassShape)
-        if work.key not in cache:
-            cache[work.key] = [
-                PassTables(
-                    group_shapes(self.base.config),
-                    self.base.device,
-                    max_adapters=1,
-                    max_sequences=1,
-                    max_blocks=8,
-                    max_rank=shape.rank,
-                )
-                for _ in range(shape.adapters)
-            ]
-        backend.tables = cache[work.key][: len(work.parts)]
-        start = 0
-        for part, tables in zip(work.parts, backend.tables, strict=True):
+        assert not shape.lower, "a lower stage has rows of some adapters only"
+        if work.key not in self._one_by_one:
+            self._one_by_one[work.key] = [self._tables_of_one(shape) for _ in range(shape.adapters)]
+        backend.tables = self._one_by_one[work.key][: len(plan.parts)]
+        start = label = 0
+        for part, count, tables in zip(plan.parts, work.counts, backend.tables, strict=True):
+            blocks = row_blocks([(label, label + count)])
+            host = tables.staging.host()["label_blocks"]
+            host[:] = -1
+            host[: len(blocks)] = np.array(blocks, dtype=np.int32).reshape(-1, 3)
             span = ((start, start + part.tokens),)
             fresh = self.optimizer.fresh(part.adapter.name)
             tables.refresh([PassAdapter(span, part.scale, self._table(part))], [fresh])
-            start += part.tokens
+            start, label = start + part.tokens, label + count
         return super().queue(work)
+
+    def _tables_of_one(self, shape: PassShape) -> PassTables:
+        """For one adapter with one sequence, of `LONGEST` tokens at most."""
+        return PassTables(
+            group_shapes(self.base.config),
+            self.base.device,
+            max_adapters=1,
+            max_sequences=1,
+            max_blocks=LONGEST_BLOCKS,
+            max_rank=shape.rank,
+            extra={"label_blocks": ((LONGEST_BLOCKS, 3), "int32")},
+        )

@@ -160,9 +160,13 @@ def make_base(model: str, base_dtype: str, device: torch.device) -> Base:
     return load_base(Path(model), base_dtype=base_dtype, device=device)
 
 
+#: Tokens of the longest sequence.
+LONGEST = 512
+
+
 def _draw() -> np.ndarray:
     values = np.exp(np.random.default_rng(0).normal(np.log(170.0), 0.55, size=(64, 64)))
-    return np.clip(np.rint(values), 64, 512).astype(int)
+    return np.clip(np.rint(values), 64, LONGEST).astype(int)
 
 
 _LENGTHS = _draw()

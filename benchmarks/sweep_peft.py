@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.train.job import JobData
+from gshare.agent.train.job_data import JobData
 from gshare.agent.train.part import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

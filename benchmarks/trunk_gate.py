@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trunk_arms import ARMS
 from trunk_workload import Cohort
 
-#: PEFT's losses against dedicated gshare's, relative: other products and another order of summation, over as
-#: many steps as a job has.
+#: PEFT's losses of the first epoch against dedicated gshare's, relative. It has other products and another
+#: order of summation; from the second epoch on a job with a high rate knows its rows by heart, and what is
+#: left of its loss (0.001 of 12.5) says nothing in per cent.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 #: A dedicated run below this part of its own GEMM floor is a slow baseline. Held against 8B on a GPU: smaller
 #: models are at the mercy of launches, and a CPU's floor of others on it.
@@ -47,10 +49,11 @@ def faults(cohort: Cohort, records: Records) -> list[str]:
     dedicated = records["dedicated"]["jobs"]
     for arm, record in records.items():
         jobs = record["jobs"]
-        if sorted(jobs) != names:
-            found.append(f"{arm}: trained {len(jobs)} jobs, not the cell's {len(names)}")
+        expected = record.get("sampled", [len(names)])[0]
+        if len(jobs) != expected or not set(jobs) <= set(names):
+            found.append(f"{arm}: trained {len(jobs)} jobs, not the {expected} that it was given")
             continue
-        for name in names:
+        for name in sorted(jobs):
             if len(jobs[name]["losses"]) != cohort.steps * cohort.epochs:
                 found.append(f"{arm}: {name} has {len(jobs[name]['losses'])} losses")
             elif not all(math.isfinite(loss) for loss in jobs[name]["losses"]):
@@ -58,8 +61,14 @@ def faults(cohort: Cohort, records: Records) -> list[str]:
             elif arm in ARMS:
                 what = [key for key, value in dedicated[name].items() if jobs[name].get(key) != value]
                 found += [f"{arm}: {name} differs from dedicated in {', '.join(what)}"] if what else []
-            elif not _agree(jobs[name]["losses"], dedicated[name]["losses"], TOLERANCE[cohort.base_dtype]):
-                found.append(f"{arm}: losses of {name} are not gshare's")
+            else:
+                first = slice(cohort.steps)
+                apart, step = _apart(jobs[name]["losses"][first], dedicated[name]["losses"][first])
+                if apart > TOLERANCE[cohort.base_dtype]:
+                    found.append(
+                        f"{arm}: losses of {name} are not gshare's: {apart:.1e} of it apart at step {step}, "
+                        f"{TOLERANCE[cohort.base_dtype]:.0e} is allowed"
+                    )
     share = records["dedicated"]["of_floor"]
     on_gpu = "peak_mb" in records["dedicated"]
     if on_gpu and cohort.model == FLOOR_HOLDS and share < LEAST_OF_FLOOR:
@@ -67,8 +76,10 @@ def faults(cohort: Cohort, records: Records) -> list[str]:
     return found
 
 
-def _agree(losses: list[float], others: list[float], tolerance: float) -> bool:
-    return all(abs(a - b) <= tolerance * abs(b) for a, b in zip(losses, others, strict=True))
+def _apart(losses: list[float], others: list[float]) -> tuple[float, int]:
+    """The largest relative difference, and its step (from 1)."""
+    pairs = enumerate(zip(losses, others, strict=True), start=1)
+    return max((abs(a - b) / abs(b), step) for step, (a, b) in pairs)
 
 
 def ratios(records: Records, operations: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -104,6 +115,28 @@ def report(cell: str, cohort: Cohort, records: Records, operations: dict[str, in
     return "\n".join(lines)
 
 
+def targets(results: Mapping[str, Any]) -> str:
+    """What is to be reached, a line each: measured or why not. `results`: by cell, as they are written."""
+    lines = [("cell", "arm", "", "rate", "measured", "to reach", "")]
+    for (cell, arm, over), wanted in TARGETS.items():
+        result = results.get(cell, {})
+        ratio = result.get("ratios", {}).get(f"{arm} ÷ {over}")
+        for kind, least in wanted.items():
+            if ratio is None:
+                measured = {arm, over} <= set(result.get("arms", ()))
+                failed = measured and result["gate"] != "passed"
+                told = ("-", f"{least}×", "gate failed" if failed else "not measured")
+            else:
+                reached = "reached" if ratio[kind] >= least else "NOT reached"
+                told = (f"{ratio[kind]:.2f}×", f"{least}×", reached)
+            lines.append((cell, arm, f"÷ {over}", kind, *told))
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
 def _arm(arm: str, record: dict[str, Any]) -> str:
     told = [f"{record['steady_tokens_per_s']:,.1f} tokens/s, cold {record['cold_tokens_per_s']:,.1f}"]
     for key, form in (
@@ -114,6 +147,9 @@ def _arm(arm: str, record: dict[str, Any]) -> str:
     ):
         if key in record:
             told.append(form.format(record[key]))
+    sampled, jobs = record.get("sampled", (0, 0))
+    if sampled < jobs:
+        told.append(f"{sampled} of the {jobs} jobs")
     return f"  {arm:20} {', '.join(told)}"
 
 

@@ -10,6 +10,7 @@ are not gshare's bits (other products, other orders of summation) but agree with
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from gshare.agent.train.adapter import initial_a
 from gshare.agent.train.arena import adapter_shapes
 from trunk_arms import Clock, Times
 from trunk_workload import Cohort
+
+#: Steps of an epoch of the trial of settings, at most.
+TRIAL_STEPS = 3
 
 
 def make_peft(cohort: Cohort, device: torch.device, attention: str, checkpointing: bool) -> Peft:
@@ -102,7 +106,8 @@ def train_each(
 
 
 def best_settings(cohort: Cohort, device: torch.device) -> dict[str, Any]:
-    """Seconds of the first job's second epoch in each of `SETTINGS`, and the fastest."""
+    """Seconds of the first job's second epoch, a short one, in each of `SETTINGS`, and the fastest."""
+    cohort = replace(cohort, epochs=2, steps=min(cohort.steps, TRIAL_STEPS))
     seconds = {}
     for attention, checkpointing in SETTINGS:
         peft = make_peft(cohort, device, attention, checkpointing)

@@ -69,7 +69,7 @@ def launch(task: Task) -> dict[str, Any]:
 
 def run_arm(task: Task, launch: Launch, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """An arm's record: seconds and rates, cold and steady, of all jobs. `known`: the arms before it."""
-    trained = task.cohort.tokens()
+    trained = task.cohort.tokens(task.jobs)
     if task.arm == "mps":
         found = _waves(task, at_once(known, len(task.jobs)))
         cold_s = found["cold_s"]

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def run(task: Task) -> dict[str, Any]:
     """Trains the task's jobs; what `benchmarks/trunk.py` records of it."""
     device = torch.device(task.device)
     if task.arm == "settings":
-        return trunk_peft.best_settings(replace(task.cohort, epochs=2), device)
+        return trunk_peft.best_settings(task.cohort, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found = _gshare(task, device) if task.arm in trunk_arms.ARMS else _peft(task, device)

@@ -11,7 +11,9 @@ is timed. Held-out rows are drawn as the others, from steps that no job trains.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from gpu_workload import Workload, shape_config
@@ -41,6 +43,13 @@ SCALES = {
     "tiny": Scale("tiny", "fp32", steps=2, epochs=2, shorten=8),
 }
 _CELL = re.compile(r"n(?P<jobs>\d+)-(?:top(?P<top>\d+)|all)(?:-(?P<data>two|own))?")
+
+
+@cache
+def _row(step: int, data: int, length: int, vocabulary: int) -> Row:
+    """Drawn once, not in every epoch that is timed."""
+    tokens = np.random.default_rng((step, data)).integers(3, vocabulary, length)
+    return Row(tokens.astype(np.int32), np.arange(length) >= length - int(LABELLED * length))
 
 
 @dataclass(frozen=True)
@@ -83,15 +92,15 @@ class Cohort:
         data = {"one": 0, "two": job % 2, "own": job}[self.data]
         lengths = Workload(64, 64, self.config.vocab_size).lengths()
         length = max(int(lengths[step, data if self.data == "own" else 0]) // self.shorten, 2)
-        tokens = np.random.default_rng((step, data)).integers(3, self.config.vocab_size, length)
-        return [Row(tokens.astype(np.int32), np.arange(length) >= length - int(LABELLED * length))]
+        return [_row(step, data, length, self.config.vocab_size)]
 
     def held_out(self, job: int) -> list[Row]:
         return [row for step in HELD_OUT for row in self.rows(step, job)]
 
-    def tokens(self) -> int:
-        """Of all jobs in one epoch."""
-        each = (self.rows(step, job) for step in range(self.steps) for job in range(self.jobs))
+    def tokens(self, jobs: Iterable[int] | None = None) -> int:
+        """Of these jobs, by default all, in one epoch."""
+        chosen = range(self.jobs) if jobs is None else jobs
+        each = (self.rows(step, job) for job in chosen for step in range(self.steps))
         return sum(len(row.tokens) for rows in each for row in rows)
 
     def specs(self) -> list[AdapterSpec]:

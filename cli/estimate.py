@@ -34,6 +34,7 @@ from gshare.agent.jobs.spec import BaseDtype, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import run_spec_from_flags
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.registry import GpuRequest
+from gshare.agent.train.trunk_forecast import Forecast
 from gshare.agent.vram.budget import with_allowance
 from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
 from gshare.cli.gpu_plan import GpuPlan, plan_gpu, request_gpu
@@ -329,10 +330,12 @@ def dry_run_json(
     requests: Sequence[JobRequest],
     estimate: MemoryEstimate,
     gpu: GpuRequest | None,
+    trunk: Forecast | None,
 ) -> dict[str, Any]:
     """What `finetune --dry-run --json` prints, one object; amounts in bytes, the budget in MiB.
 
     `gpu` null: the run is on the CPU and reserves nothing. `reservation`: the `gpu run` that it would use.
+    `trunk` null: there is one adapter.
     """
     return {
         "type": "dry_run",
@@ -348,4 +351,5 @@ def dry_run_json(
         if gpu is None
         else {"budget_mb": gpu.budget_mb, "gpus": list(gpu.gpus), "reservation": gpu.inherit or None},
         "memory": _memory_json(estimate),
+        "trunk": trunk.as_json() if trunk is not None else None,
     }

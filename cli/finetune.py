@@ -18,6 +18,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from gshare.agent.data.prepare import run_estimate
+from gshare.agent.data.work import plan_work
 from gshare.agent.errors import EXIT_OK, EXIT_RETRY, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
@@ -25,6 +26,7 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, GpuRequest, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
+from gshare.agent.train.trunk_forecast import Forecast, forecast, together
 from gshare.cli.estimate import dry_run_json
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu, save_often
@@ -74,7 +76,7 @@ def finetune(
     detach
         Return when the trainer has started; `gshare jobs` follows and stops it.
     dry_run
-        Check everything, show how much memory the run takes, and train nothing.
+        Check everything, show how much memory the run takes and what its adapters share; train nothing.
     report_to
         tensorboard, wandb or trackio; may be given more than once.
     device
@@ -108,14 +110,33 @@ def finetune(
     elif gpu_flags.vram is not None:
         console.print(Text("--vram is not used: the run is on the CPU, where nothing is reserved"))
     if dry_run:
-        it = estimate()
-        print(json_module.dumps(dry_run_json(run, model_dir, requests, it, gpu)) if json else it.table())
+        it, trunk = estimate(), _trunk(run, model_dir, requests)
+        if json:
+            print(json_module.dumps(dry_run_json(run, model_dir, requests, it, gpu, trunk)))
+        else:
+            print("\n".join([it.table(), *([trunk.told()] if trunk is not None else [])]))
         return EXIT_OK
     collect_dead()
     config = trainer_config(run, model_dir, base=base, device=device, gpu=gpu, trace=trace)
     if detach:
         return detach_run(config, requests, report_to, join=join)
     return supervise_run(config, requests, report_to, json_lines=json, join=join)
+
+
+def _trunk(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest]) -> Forecast | None:
+    """What several adapters share; None: there is one."""
+    if len(requests) < 2:
+        return None
+    from gshare.agent.base.config import read_config
+
+    steps = [work.total_steps for work in plan_work(requests)]
+    by_name = {request.spec.name: request for request in requests}
+    return forecast(
+        together(dict(zip(by_name, steps, strict=True))),
+        by_name,
+        num_layers=read_config(model_dir).num_layers,
+        max_tokens=run.max_tokens_per_pass,
+    )
 
 
 def trainer_config(

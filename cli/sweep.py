@@ -37,6 +37,7 @@ from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.registry import GpuRequest, collect_dead, take_lock
 from gshare.agent.service.sweeping import Job, SweepRun
+from gshare.agent.train.trunk_forecast import forecast
 from gshare.cli.finetune import check_prepared, trainer_config
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
@@ -128,7 +129,8 @@ def plan(
     adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
     gpu_flags: GpuFlags = _NO_GPU_FLAGS,
 ) -> int:
-    """Show the configurations, their predicted memory, who trains beside whom, and how long; train nothing.
+    """Show the configurations, their predicted memory, who trains beside whom, how much they share below
+    their adapters, and how long; train nothing.
 
     Parameters
     ----------
@@ -155,7 +157,13 @@ def plan(
         most=made.spec.max_concurrent,
         tokens_per_second=tokens_per_second,
     )
-    print_plan(planned, made.spec, json_lines=json)
+    trunk = forecast(
+        [stage.trains for stage in planned.stages],
+        {name: job.request for name, job in made.jobs.items()},
+        num_layers=memory.shape.num_layers,
+        max_tokens=made.spec.run.max_tokens_per_pass,
+    )
+    print_plan(planned, made.spec, trunk, json_lines=json)
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gshare.agent.data.work import Work
@@ -17,6 +17,7 @@ from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Action, Begin, Ended, Paused, Run, Sweep, Trial
 from gshare.agent.jobs.sweep_spec import SweepSpec
+from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
 from gshare.cli.sweep_memory import Memory
 
@@ -26,11 +27,12 @@ SETS_SHOWN = 30
 
 @dataclass(frozen=True)
 class Stage:
-    """From one admission or end to the next: who trains at once."""
+    """From one admission or end to the next: who trains at once, from which of its steps each."""
 
     names: tuple[str, ...]
     memory_mb: int
     tokens: float
+    trains: Stretch
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,11 @@ def plan_of(
         steps = min(until - done[name] for name, until in running.items())
         names = tuple(running)
         tokens = 0.0
+        trains = Stretch({name: done[name] for name in names}, steps)
         for name in names:
             tokens += _tokens(work[name], done[name] + steps) - _tokens(work[name], done[name])
             done[name] += steps
-        stages.append(Stage(names, memory.predicted_mb(names), tokens))
+        stages.append(Stage(names, memory.predicted_mb(names), tokens, trains))
         for name in names:
             if done[name] < running[name]:
                 continue
@@ -100,13 +103,13 @@ def _tokens(work: Work, step: int) -> float:
     return work.samples(step) * work.mean_tokens
 
 
-def print_plan(plan: Plan, spec: SweepSpec, *, json_lines: bool) -> None:
+def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool) -> None:
     """On stdout: it is what the command gives."""
     rate = plan.tokens_per_second
     seconds = plan.tokens / rate if rate else None
     in_full = plan.tokens_in_full / rate if rate else None
     if json_lines:
-        print(json.dumps(_as_json(plan, spec, seconds, in_full)), flush=True)
+        print(json.dumps(_as_json(plan, spec, trunk, seconds, in_full)), flush=True)
         return
     lines: list[tuple[str, ...]] = [("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")]
     for trial in plan.trials:
@@ -129,6 +132,7 @@ def print_plan(plan: Plan, spec: SweepSpec, *, json_lines: bool) -> None:
         f"{plan.tokens:,.0f} tokens at most, of {plan.tokens_in_full:,.0f} in full "
         f"({1 - plan.tokens / plan.tokens_in_full:.1%} less)"
     )
+    print(trunk.told())
     time = (
         f"{duration(seconds)} at most, {duration(in_full)} in full"
         if rate
@@ -143,7 +147,7 @@ def _together(stages: Sequence[Stage]) -> list[str]:
     for stage in stages:
         goes_on = bool(sets) and sets[-1].names == stage.names
         before = sets.pop().tokens if goes_on else 0.0
-        sets.append(Stage(stage.names, stage.memory_mb, before + stage.tokens))
+        sets.append(replace(stage, tokens=before + stage.tokens))
     lines: list[tuple[str, ...]] = [("", "MiB", "tokens", "train together")]
     for number, stage in enumerate(sets[:SETS_SHOWN], start=1):
         lines.append((str(number), f"{stage.memory_mb:,}", f"{stage.tokens:,.0f}", ", ".join(stage.names)))
@@ -151,7 +155,9 @@ def _together(stages: Sequence[Stage]) -> list[str]:
     return columns(lines) + ([f"and {left} sets more; --json has them all"] if left > 0 else [])
 
 
-def _as_json(plan: Plan, spec: SweepSpec, seconds: float | None, in_full: float | None) -> dict[str, Any]:
+def _as_json(
+    plan: Plan, spec: SweepSpec, trunk: Forecast, seconds: float | None, in_full: float | None
+) -> dict[str, Any]:
     return {
         "type": "sweep_plan",
         "name": spec.name,
@@ -174,6 +180,7 @@ def _as_json(plan: Plan, spec: SweepSpec, seconds: float | None, in_full: float 
         ],
         "tokens": plan.tokens,
         "tokens_in_full": plan.tokens_in_full,
+        "trunk": trunk.as_json(),
         "seconds": seconds,
         "seconds_in_full": in_full,
     }

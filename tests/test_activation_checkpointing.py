@@ -13,7 +13,8 @@ from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.checkpointing import does_not_fit
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.part import Part, Row
-from gshare.agent.train.rounds import Rounds, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Rounds
 from toy import new_backend, random_rows, tiny_base
 
 

@@ -13,7 +13,7 @@ from gshare.agent.errors import UsageError
 from gshare.agent.jobs.memory_profile import make_profile, profile_key, write_profile
 from gshare.agent.jobs.spec_file import load_run_spec
 from gshare.agent.service.base_identity import base_identity
-from gshare.agent.train.job import JobData
+from gshare.agent.train.job_data import JobData
 from gshare.cli.cluster_plan import training_tokens
 from gshare.cli.main import main
 from gshare.coordinator.plan import MAX_DURATION_MS

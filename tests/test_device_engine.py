@@ -6,7 +6,8 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors, so the mo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
+from gshare.agent.base.config import ModelConfig
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
@@ -26,6 +28,7 @@ from gshare.agent.train.device_engine import DeviceEngine
 from gshare.agent.train.device_pass import NOBODY, PassBuffers
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.part import Part, Row
+from gshare.agent.train.rounds import Rounds
 from gshare.kernels.reference_backend import ReferenceBackend
 from gshare.kernels.triton_backend import TritonBackend
 
@@ -298,3 +301,78 @@ def test_losses_may_be_asked_for_late_and_in_any_order(base: Base, monkeypatch: 
     assert set(engine.queue([a]).losses()[0]) == {6.0}
     assert set(pending[1].losses()[0]) == {2.0}
     assert set(pending[0].losses()[0]) == {1.0}
+
+
+class StrawGraph:
+    """In a CUDA graph's place: what is captured is run at once, and a replay runs nothing."""
+
+    fails = False
+    captures = 0
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        pass
+
+
+@contextmanager
+def straw_capture(graph: StrawGraph, pool: object) -> Iterator[None]:
+    StrawGraph.captures += 1
+    yield
+    if StrawGraph.fails:
+        raise torch.OutOfMemoryError("no room for a graph")
+
+
+@pytest.fixture
+def straw(monkeypatch: pytest.MonkeyPatch) -> type[StrawGraph]:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StrawGraph)
+    monkeypatch.setattr(torch.cuda, "graph", straw_capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(StrawGraph, "fails", False)
+    monkeypatch.setattr(StrawGraph, "captures", 0)
+    return StrawGraph
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_pass_that_has_no_memory_for_its_graph_is_launched(
+    base: Base, straw: type[StrawGraph], fails: bool
+) -> None:
+    """Tried once for a shape; the bits are those without graphs. Otherwise it is captured: the control."""
+    straw.fails = fails
+    engine = DeviceEngine(base, TritonBackend())
+    engine.graphs = True
+    parts = [part(engine, "a")]
+    alone = [engine.forward_backward(parts) for _ in range(3)]
+    assert straw.captures == 1
+    assert engine.replays == (0 if fails else 2)
+    if fails:
+        assert alone[0] == alone[1] == alone[2] == run(base, ["a"])[0]
+
+
+def test_graphs_are_given_up_for_memory(base: Base, straw: type[StrawGraph]) -> None:
+    """And not captured again; a second time there is nothing to give up."""
+    engine = DeviceEngine(base, TritonBackend())
+    engine.graphs = True
+    parts = [part(engine, "a")]
+    rounds = Rounds(engine, 1000)
+    assert not engine.give_up_graphs()
+    engine.graphs = True
+    before, _ = (engine.forward_backward(parts) for _ in range(2))
+    assert straw.captures == 1
+    assert rounds._dropped_states()
+    assert not rounds._dropped_states()
+    assert [engine.forward_backward(parts) for _ in range(3)] == [before] * 3
+    assert straw.captures == 1
+
+
+@pytest.mark.parametrize(("parameters", "tokens"), [(0, 128), (10**10, 64)])
+def test_small_models_have_fewer_shapes(
+    base: Base, monkeypatch: pytest.MonkeyPatch, parameters: int, tokens: int
+) -> None:
+    """Of rows of 290 tokens: a multiple of 128 there, of 64 for a large one; the rows are the same."""
+    monkeypatch.setattr(ModelConfig, "parameter_count", lambda config: parameters)
+    engine = DeviceEngine(base, TritonBackend())
+    rows = [row(290, 1)]
+    prepared = engine.prepare([Part(new_adapter(engine, spec("a")), rows, 0, rows[0].label_tokens)])
+    assert prepared.key[0].tokens == -(-290 // tokens) * tokens

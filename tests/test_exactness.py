@@ -21,7 +21,8 @@ from gshare.agent.train.audit import Trace, audit
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.part import Part, Row
-from gshare.agent.train.rounds import Rounds, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Rounds
 from toy import BASE_DTYPE, DEVICE, changed, make_runner, new_backend, random_rows, request, tiny_base, train
 
 

@@ -342,8 +342,9 @@ def test_a_dry_run_as_json_is_one_object_with_what_the_table_says(
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert set(found) == {
-        *("type", "model", "model_dir", "base_dtype", "schedule", "adapters", "gpu", "memory"),
+        *("type", "model", "model_dir", "base_dtype", "schedule", "adapters", "gpu", "memory", "trunk"),
     }
+    assert found["trunk"] is None
     assert (found["type"], found["base_dtype"], found["schedule"]) == ("dry_run", "int8", "synchronized")
     (adapter,) = found["adapters"]
     assert (adapter["name"], adapter["output_dir"]) == ("a", str(Path("out/a").absolute()))

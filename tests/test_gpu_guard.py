@@ -116,6 +116,20 @@ def test_the_context_is_measured_and_the_allocator_capped_under_the_budget(
         assert rows(ledger) == {reservation.id: 4000}
 
 
+ALL = 3500 - SMALL_MB - WORKSPACE
+
+
+@pytest.mark.parametrize(("graphs_mb", "claimed"), [(0, ALL), (600, ALL - 600), (9000, ALL - ALL // 3)])
+def test_what_captured_passes_may_take_is_left_unclaimed(
+    ledger: Ledger, tmp_path: Path, graphs_mb: int, claimed: int
+) -> None:
+    """At most a third: torch gives a graph nothing of what its cache holds."""
+    gpu = StrawGpu(tmp_path)
+    with take(ledger, 4000) as reservation:
+        GpuGuard(reservation, gpu, may_grow=False, say=lambda level, text: None, graphs_mb=lambda: graphs_mb)
+        assert gpu.claims == [claimed]
+
+
 def test_without_a_list_of_processes_the_context_is_what_the_device_lost(
     ledger: Ledger, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from gshare.agent.jobs.events import Evaluated, JobChanged, Stepped, TrainerMessage
 from gshare.cli.board import Board, duration
@@ -104,6 +105,19 @@ def test_the_table_fits_a_narrow_terminal() -> None:
         lines = drawn(board, width).splitlines()
         assert max(map(len, lines)) <= width
         assert all(cell in lines[1] for cell in ("a-name", "queued", "3/100", "1.5000"))
+
+
+def test_what_is_shared_below_the_adapters_is_told_while_it_runs() -> None:
+    """Under the table, by those that run; nothing where nothing is shared, or when it is over."""
+    board = Board([("a", "out/a"), ("b", "out/b")])
+    assert live_table(board).caption is None
+    for job, shared in (("a", 0.9375), ("b", 0.5)):
+        board.take(msgspec.structs.replace(step(job, 1), trunk_shared=shared), 1.0)
+    assert live_table(board).caption == "94% of the work below the adapters is shared"
+    board.take(ended("a", "completed"), 2.0)
+    assert live_table(board).caption == "50% of the work below the adapters is shared"
+    board.take(step("b", 2), 3.0)
+    assert live_table(board).caption is None
 
 
 def test_without_a_terminal_lines_are_plain_and_steps_few(

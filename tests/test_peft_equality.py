@@ -11,7 +11,7 @@ from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.data.tokens import TokenStore
 from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.train.job import JobData
+from gshare.agent.train.job_data import JobData
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from toy import make_runner, request, tiny_base

@@ -80,14 +80,16 @@ class Run:
         return self
 
     def told(self) -> list[tuple[object, ...]]:
-        """Steps and states, as a client sees them."""
-        return [
+        """Steps and states of each job in order, as a client sees them: an end is said once its files stand,
+        so between two jobs the disk has its say."""
+        told: list[tuple[object, ...]] = [
             (event.job, event.step, event.loss, event.grad_norm, event.learning_rate)
             if isinstance(event, Stepped)
             else (event.job, event.step, event.state, event.reason)
             for event in self.events
             if isinstance(event, (Stepped, JobChanged))
         ]
+        return sorted(told, key=lambda one: str(one[0]))
 
     def memory(self, name: str) -> list[torch.Tensor]:
         """The job's weights and moments, or what is there since it ended: nobody has taken the place."""

@@ -5,14 +5,16 @@ On the references; `test_trunk_device.py` has the CUDA engine.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cohort import Member, cohort, differences, part, row, run
-from gshare.agent.base.decoder import Decoder, Stage
+from gshare.agent.base.decoder import Decoder, LayerActivations, Stage
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
@@ -20,7 +22,8 @@ from gshare.agent.jobs.events import Stepped
 from gshare.agent.train import trunk
 from gshare.agent.train.engine import Engine, PassLora
 from gshare.agent.train.part import Part, Row
-from gshare.agent.train.rounds import Rounds, StepWork, evaluation_passes
+from gshare.agent.train.passes import StepWork, evaluation_passes
+from gshare.agent.train.rounds import Rounds
 from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.kernels import grouped_lora
 from gshare.kernels.layout import Layout
@@ -166,6 +169,28 @@ def test_a_cohort_of_the_top_layer_runs_its_trunk_once(base: Base) -> None:
     backend.forward.clear()
     assert engine.queue(parts).trunk.shared == 0.0
     assert backend.forward[0] == 5 * once
+
+
+def test_a_trunk_lets_a_layer_s_activations_go_before_the_next(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No backward reads them: the trunk of a large pass would hold two layers' for nothing. Control: in the
+    layers that train they live on."""
+    made: list[weakref.ref[LayerActivations]] = []
+    alive: list[int] = []
+    real = Decoder.layer_forward
+
+    def watched(*args: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor, LayerActivations]:
+        alive.append(sum(one() is not None for one in made))
+        found = real(*args, **given)
+        made.append(weakref.ref(found[2]))
+        return found
+
+    monkeypatch.setattr(Decoder, "layer_forward", watched)
+    run(new_engine(base), [Member("upper", 1, LENGTHS, {"layers_to_transform": (LAYERS - 2, LAYERS - 1)})])
+    trained, evaluated = alive[:LAYERS], alive[LAYERS:]
+    assert trained == [*(0,) * (LAYERS - 1), 1]
+    assert evaluated == [0] * LAYERS
 
 
 def test_each_job_is_shared_up_to_its_own_lowest_layer(base: Base) -> None:

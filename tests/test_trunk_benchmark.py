@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +120,7 @@ def test_what_was_measured_is_not_run_again(
 ) -> None:
     """Only what is missing, what failed, and what was measured under other versions."""
     out, ran = tmp_path / "out.json", []
-
-    def again(task: Task) -> dict[str, Any]:
-        ran.append(task.arm)
-        old = result["arms"][task.arm]
-        return {"setup_s": 1.0, "first": 1.0, "steady": old["steady_s"], "jobs": old["jobs"]} | {
-            key: old[key] for key in ("floor_tokens_per_s", "trunk_shared") if key in old
-        }
+    again = told_again(result, ran)
 
     def failing(task: Task) -> dict[str, Any]:
         if task.arm == "shared":
@@ -144,6 +140,118 @@ def test_what_was_measured_is_not_run_again(
     assert ran[3:] == ["dedicated", "packed"]
     # What is left of the old versions is no part of the new comparison.
     assert "shared ÷ dedicated" not in json.loads(out.read_text())[f"tiny-{CELL}"]["ratios"]
+
+
+# ------------------------------------------------------------------ in pieces
+
+
+def told_again(result: dict[str, Any], ran: list[str]) -> trunk_processes.Launch:
+    """Processes that say at once what those of `result` said."""
+
+    def again(task: Task) -> dict[str, Any]:
+        ran.append(task.arm)
+        old = result["arms"][task.arm]
+        return {"setup_s": 1.0, "first": 1.0, "steady": old["steady_s"], "jobs": old["jobs"]} | {
+            key: old[key] for key in ("floor_tokens_per_s", "trunk_shared") if key in old
+        }
+
+    return again
+
+
+def clocked(out: Path, limit: str, launch: trunk_processes.Launch, seconds: float) -> int:
+    """The exit code of a run whose clock goes on by so many seconds each time that it is read."""
+    options = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--cells",
+        CELL,
+        "--out",
+        str(out),
+        "--time-limit",
+        limit,
+    ]
+    ticks = itertools.count(0.0, seconds)
+    return trunk.run(trunk.parse(options), launch, lambda: next(ticks))
+
+
+def test_it_stops_before_an_arm_that_would_not_end_in_time_and_goes_on(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock is read once at first and once before each arm: two of five begin before 25 s."""
+    out, ran = tmp_path / "out.json", []
+    again = told_again(result, ran)
+    assert clocked(out, "25", again, 10.0) == trunk.GO_ON == 75
+    assert ran == ["dedicated", "packed"]
+    told = capsys.readouterr()
+    assert f"for want of time in 25 s: tiny-{CELL} shared, " in told.err
+    assert "peft; the same command goes on" in told.err
+    assert "packed ÷ dedicated" in told.out
+    assert clocked(out, "25", again, 10.0) == 75
+    assert clocked(out, "25", again, 1.0) == 0
+    assert ran == ["dedicated", "packed", "shared", "cached", "peft"]
+    assert json.loads(out.read_text())[f"tiny-{CELL}"]["gate"] == "passed"
+
+
+def test_an_arm_is_judged_by_the_last_like_it(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another cell's arm of the name took 400 s; a fault and other versions say nothing."""
+    out, ran = tmp_path / "out.json", []
+    other = Cohort.of("n8-top1-two", SCALES["tiny"])
+    under = {"versions": trunk.versions("cpu"), "workload": asdict(other), "device": "cpu"}
+    dedicated = result["arms"]["dedicated"] | {"under": under, "wall_s": 400.0}
+    results = {"tiny-n8-top1-two": {"arms": {"dedicated": dedicated}}}
+    out.write_text(json.dumps(results))
+    assert clocked(out, "100", told_again(result, ran), 1.0) == 75
+    assert ran == []
+    said = capsys.readouterr().err
+    assert "the first takes longer by itself: raise --time-limit" in said
+    (took,) = re.findall(r"dedicated \(about (\d+) s\)", said)
+    assert 200 < int(took) <= 400, "half as many jobs, the same process"
+    for change in ({"error": "exit code 1"}, {"under": under | {"versions": {}}}):
+        dedicated = result["arms"]["dedicated"] | {"under": under, "wall_s": 400.0} | change
+        out.write_text(json.dumps({"tiny-n8-top1-two": {"arms": {"dedicated": dedicated}}}))
+        ran.clear()
+        assert clocked(out, "100", told_again(result, ran), 1.0) == 0
+        assert ran[0] == "dedicated"
+
+
+def test_what_an_arm_takes_is_reckoned_before_it_ever_ran(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trunk.py", "--reckon", "--cells", "n16-top1", "n8-all-own"])
+    assert trunk.main() == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    took = {(cell, arm): int(seconds) for cell, arm, seconds, _ in lines[:-1]}
+    assert [arm for cell, arm in took if cell == "n16-top1"] == list(trunk.ARMS)
+    assert int(lines[-1][1]) == pytest.approx(sum(took.values()), abs=len(took) / 2), "each is rounded"
+    assert took["n16-top1", "shared"] < took["n16-top1", "dedicated"] < took["n16-top1", "peft"]
+    assert took["n8-all-own", "mps"] < took["n8-all-own", "peft"], "side by side, not one after another"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--steps", "63"], "--steps 63: 1 to 62"),
+        (["--time-limit", "0"], "more than 0 seconds"),
+        (["--time-limit", "9", "--again"], "would begin anew each time"),
+        (["--reckon", "--shape", "tiny"], "--shape 8b only"),
+    ],
+)
+def test_options_that_make_no_sense(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        trunk.parse(["--device", "cpu", *options])
+    assert refused.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_fewer_steps_are_another_workload() -> None:
+    given = trunk.parse(["--device", "cpu", "--shape", "tiny", "--steps", "1", "--cells", CELL])
+    assert given.cells == [(CELL, replace(COHORT, steps=1))]
 
 
 # ------------------------------------------------------------------ the gate
@@ -168,7 +276,10 @@ Change = Callable[[dict[str, dict[str, Any]]], object]
         (lambda arms: arms["shared"]["jobs"].pop("j03"), "trained 3 jobs"),
         (lambda arms: arms["shared"]["jobs"]["j03"]["losses"].pop(), "3 losses"),
         (lambda arms: arms["peft"]["jobs"]["j00"]["losses"].__setitem__(0, math.nan), "no number"),
-        (lambda arms: _scale(arms["peft"]["jobs"]["j00"]["losses"], 1 + 2e-4), "are not gshare's"),
+        (
+            lambda arms: _scale(arms["peft"]["jobs"]["j00"]["losses"], 1 + 2e-4),
+            "2.0e-04 of it apart at step",
+        ),
         (lambda arms: arms["packed"].update(error="exit code 1"), "packed: exit code 1"),
         (lambda arms: arms.pop("dedicated"), "nothing to compare"),
     ],
@@ -207,6 +318,30 @@ def test_numbers_to_reach_are_held_against_the_shape_they_are_for(result: dict[s
     arms["shared"]["steady_tokens_per_s"] = 481.0
     assert "4.81× (to reach: 4.8×, reached)" in trunk_gate.report("n16-top1", large, arms, operations)
     assert "to reach" not in trunk_gate.report("n16-top1", COHORT, arms, operations)
+
+
+def test_what_is_to_be_reached_stands_line_by_line() -> None:
+    """Measured and reached, missed, not measured, and behind a gate that failed."""
+    results = {
+        "n16-top1": {
+            "gate": "passed",
+            "arms": {"dedicated": {}, "shared": {}, "cached": {}},
+            "ratios": {
+                "shared ÷ dedicated": {"steady": 4.9, "cold": 3.0},
+                "cached ÷ dedicated": {"steady": 6.99, "cold": 3.0},
+            },
+        },
+        "n8-top1": {"gate": ["shared: j01 differs"], "arms": {"dedicated": {}, "shared": {}}},
+    }
+    first, *lines = [line.split() for line in trunk_gate.targets(results).splitlines()]
+    assert first[:3] == ["cell", "arm", "rate"]
+    assert len(lines) == sum(map(len, trunk_gate.TARGETS.values())) == 9
+    found = {tuple(line[:5]): line[5:] for line in lines}
+    assert found["n16-top1", "shared", "÷", "dedicated", "steady"] == ["4.90×", "4.8×", "reached"]
+    assert found["n16-top1", "cached", "÷", "dedicated", "steady"] == ["6.99×", "7.0×", "NOT", "reached"]
+    assert found["n16-top1", "shared", "÷", "mps", "steady"] == ["-", "5.0×", "not", "measured"]
+    assert found["n8-top1", "shared", "÷", "dedicated", "steady"] == ["-", "3.8×", "gate", "failed"]
+    assert found["n16-all-own", "packed", "÷", "peft", "cold"] == ["-", "8.0×", "not", "measured"]
 
 
 # ------------------------------------------------------------------ the workload and its operation count

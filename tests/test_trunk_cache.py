@@ -13,7 +13,8 @@ from gshare.agent.base.weights import Base
 from gshare.agent.train import trunk_cache
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.part import Part
-from gshare.agent.train.rounds import Rounds, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Rounds
 from gshare.agent.train.trunk import TrunkUse
 from gshare.agent.train.trunk_cache import MARGIN, TIMED, WARM_UP, Trial, TrunkCache
 from gshare.kernels.reference_backend import ReferenceBackend
@@ -155,6 +156,19 @@ def test_a_new_job_s_rows_take_the_place_of_those_that_nobody_uses() -> None:
     assert cache.get(1, "e") is None, "what is left is in use"
     cache.put(1, "f", states(16))
     assert cache.nbytes == 44, "nothing made room for what never fits"
+
+
+def test_pinned_memory_is_counted_as_the_allocator_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 bytes take 32 there: three would be 96, more than the 80 that are reserved."""
+    monkeypatch.setattr(trunk_cache, "_pinned_copy", torch.clone)
+    cache = TrunkCache(torch.device("cuda"), identity="base", device_bytes=0, host_bytes=80)
+    for content in "abc":
+        cache.put(1, content, states(5))
+    assert [cache.get(1, content) is not None for content in "abc"] == [True, True, False]
+    assert cache.nbytes == 64
+    cache.age()
+    cache.put(1, "c", states(5))
+    assert cache.nbytes == 64, "what made room gave back as much"
 
 
 def test_giving_up_the_device_keeps_nothing_there() -> None:

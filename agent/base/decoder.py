@@ -251,7 +251,8 @@ class Decoder:
         position, attend = layout.positions(), self.packed_attention(layout)
         for index in range(layers):
             rotation = self.rotation(index, position, layout.longest)
-            x, delta, _ = self.layer_forward(index, x, delta, rotation, attend, NoLora(), own=0)
+            # [:2]: what a backward would need is let go before the next layer runs.
+            x, delta = self.layer_forward(index, x, delta, rotation, attend, NoLora(), own=0)[:2]
         return x if delta is None else x + delta
 
     def forward(

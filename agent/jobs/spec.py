@@ -75,6 +75,11 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return LINEARS
         return tuple(name for name in LINEARS if name in self.target_modules)
 
+    @property
+    def lowest_layer(self) -> int:
+        """Below it the adapter changes nothing."""
+        return min(self.layers_to_transform or (0,))
+
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run: one base, one schedule, N adapters."""

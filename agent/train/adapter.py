@@ -42,7 +42,7 @@ class Adapter:
         self.name = name
         self.spec = spec
         self.arena = arena
-        self.lowest_layer = min(key.layer for key in shapes)
+        self.lowest_layer = spec.lowest_layer
         self.eight_bit = spec.optim in _EIGHT_BIT
         arena.allocate(name, shapes, eight_bit=self.eight_bit)
         try:

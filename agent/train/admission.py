@@ -12,7 +12,8 @@ from gshare.agent.jobs.spec import JobRequest, WarmStart
 from gshare.agent.train.checkpoint import latest_checkpoint, load_checkpoint, load_start, truncate_metrics
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes
-from gshare.agent.train.job import Job, JobData
+from gshare.agent.train.job import Job
+from gshare.agent.train.job_data import JobData
 
 #: (level, text, job).
 Say = Callable[[Literal["info", "warning", "error"], str, str], None]

@@ -1,12 +1,14 @@
 """The runner's books: every job's state, its files, and what is said of it.
 
-Files are written by `CheckpointWriter`'s thread from host snapshots; a job whose files cannot be written
-ends, and nobody else notices.
+Files are written by `CheckpointWriter`'s threads from host snapshots; a job whose files cannot be written
+ends, and nobody else notices. What a job becomes at its end or pause is said once its files stand; the others
+train on meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -58,16 +60,20 @@ class Books:
         self.writer = CheckpointWriter()
         self.jobs: dict[str, Job] = {}
         self._model_dir = model_dir
+        self._saves: Counter[str] = Counter()  # of each job, submitted and not yet told of
 
     def find(self, name: str) -> Job:
-        """UsageError for a job that was never here."""
+        """As it is once its files stand, if it waits for them. UsageError for a job that was never here."""
         if name not in self.jobs:
             known = ", ".join(self.jobs) or "none"
             raise UsageError(f"no job named {name!r} in this trainer; its jobs: {known}")
-        return self.jobs[name]
+        job = self.jobs[name]
+        if job.settling is not None:
+            self.wait_for_files()
+        return job
 
     def running(self) -> list[Job]:
-        return [job for job in self.jobs.values() if job.state == "running"]
+        return [job for job in self.jobs.values() if job.is_active]
 
     def say(self, level: Literal["info", "warning", "error"], text: str, job: str = "") -> None:
         self.emit(TrainerMessage(level=level, text=text, job=job))
@@ -98,10 +104,7 @@ class Books:
     def finish(self, job: Job) -> None:
         """Its last step is done: save, and end as `completed` once the files stand."""
         self.save(job, "final")
-        self.writer.flush()
-        self.collect_writer_errors()
-        if job.state == "running":
-            self.end(job, "completed", "")
+        self._settle(job, lambda: self._leave(job, "completed", ""))
 
     def leave_early(self, job: Job, cause: Exit) -> None:
         """A pattern of its losses stops it: save as at an end, and end as `stopped` once the files stand.
@@ -109,16 +112,32 @@ class Books:
         No checkpoint of this step: a resume then stops at the same one again, by the same losses.
         """
         self.save(job, "final")
-        self.end(job, "stopped", describe_exit(cause), cause)
+        self._settle(job, lambda: self._leave(job, "stopped", describe_exit(cause), cause))
 
     def park(self, job: Job) -> None:
-        """Pause it where it was asked to: evaluated, checkpointed, and without its memory."""
+        """Pause it where it was asked to: evaluated, without its memory, and said so once its checkpoint
+        stands."""
         self.save(job, "step")
+        self._settle(job, lambda: self.change(job, "paused", "it was to pause here"))
+
+    def _settle(self, job: Job, then: Callable[[], None]) -> None:
+        """Give its memory back; `then`, once what was saved of it stands. Until then it is `running` for
+        others, and in no round."""
+        job.park()
+        job.settling = then
+        self._settled(job)
+
+    def _settled(self, job: Job) -> None:
+        if job.settling is not None and not self._saves[job.name]:
+            then, job.settling = job.settling, None
+            then()
+
+    def wait_for_files(self) -> bool:
+        """Wait for the writer and say what became of those that waited for it; False when none did."""
+        waited = any(job.settling is not None for job in self.jobs.values())
         self.writer.flush()
-        self.collect_writer_errors()
-        if job.state == "running":
-            job.park()
-            self.change(job, "paused", "it was to pause here")
+        self.collect_saves()
+        return waited
 
     def diverge(self, job: Job, what: str) -> None:
         """Nothing more of this job is saved: what is on disk is from when its values were numbers."""
@@ -143,8 +162,7 @@ class Books:
 
     def end(self, job: Job, state: JobStateName, reason: str, cause: Exit | None = None) -> None:
         """After its files; a job that has ended meanwhile (they could not be written) stays as it is."""
-        self.writer.flush()
-        self.collect_writer_errors()
+        self.wait_for_files()
         if job.state not in ENDED:
             self._leave(job, state, reason, cause)
 
@@ -163,6 +181,7 @@ class Books:
         assert job.begun == job.step, f"{job.name}: the weights are those of step {job.begun} already"
         if kind == "step":
             job.saved_step = job.step
+        self._saves[job.name] += 1
         with self.tracer.span("Save", kind=kind):
             snapshot = Snapshot(
                 job=job.name,
@@ -180,15 +199,19 @@ class Books:
             )
         self.guard.record("save")
 
-    def collect_writer_errors(self) -> None:
-        """Tell what the writer's thread did since the last look; a failed save ends its job."""
+    def collect_saves(self) -> None:
+        """Tell what the writer did since the last look; a failed save ends its job."""
         for result in self.writer.results():
+            self._saves[result.job] -= 1
             if result.error is None:
                 self.emit(CheckpointSaved(job=result.job, step=result.step, path=str(result.path)))
-                continue
             job = self.jobs.get(result.job)
-            if job is not None and job.state not in ENDED:
+            if job is None:
+                continue
+            if result.error is not None and job.state not in ENDED:
+                job.settling = None
                 self._leave(job, "failed", f"checkpoint of step {result.step} was not saved: {result.error}")
+            self._settled(job)
 
     def record(self, job: Job, event: Stepped | Evaluated, *, type: str) -> bool:
         """Append to metrics.jsonl; a full disk ends the job (its last checkpoint stays)."""

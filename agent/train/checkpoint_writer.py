@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints, so that training does not wait for the disk."""
+"""The threads that write checkpoints, so that training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gshare.agent.errors import GshareError
+from gshare.agent.service.environment import usable_cores
 from gshare.agent.train.checkpoint import Snapshot, write_best, write_checkpoint, write_final
 from gshare.agent.train.files import disk_errors, remove_leftovers
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["step", "best", "final"]
+
+#: Snapshots of the largest size that wait or are being written (`agent/jobs/memory.py` reckons with them).
+MAX_PENDING = 5
+#: Hashing takes 1 GB/s of a core; above this the disk is what is waited for.
+MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class SaveResult:
     error: GshareError | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Save:
     snapshot: Snapshot
     output_dir: Path
@@ -38,22 +44,39 @@ class _Save:
     adapter_config: Mapping[str, Any]
     save_total_limit: int
 
+    @property
+    def nbytes(self) -> int:
+        tensors = (*self.snapshot.adapter.values(), *self.snapshot.optimizer.values())
+        return sum(tensor.nbytes for tensor in tensors)
+
 
 class CheckpointWriter:
-    """Writes snapshots in the order submitted; every one is kept, none supersedes another.
+    """Writes snapshots, those of one directory in the order submitted; every one is kept, none supersedes
+    another. Different directories are written at once: hashing and flushing one file of a sweep's sixty is
+    far slower than a step.
 
-    At most `max_pending` snapshots wait (and one is being written): `submit` blocks then, so host memory
-    stays bounded when the disk is slower than training. One save's failure does not touch the others.
+    What waits or is being written takes at most the memory of `max_pending` snapshots of the largest size so
+    far: `submit` blocks then, so host memory stays bounded when the disk is slower than training. One save's
+    failure does not touch the others.
     """
 
-    def __init__(self, max_pending: int = 4) -> None:
-        self._queue: queue.Queue[_Save | None] = queue.Queue(max_pending)
+    def __init__(self, max_pending: int = MAX_PENDING, threads: int | None = None) -> None:
+        self._max_pending = max_pending
+        self._largest = 0  # bytes of a snapshot
+        self._changed = threading.Condition()
+        self._waiting: list[_Save] = []
+        self._busy: set[Path] = set()  # directories that are being written to
+        self._pending_bytes = 0
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._tidied: set[Path] = set()
         self._closed = False
-        # A daemon: an interpreter that goes down without `close` must not hang on a dead disk.
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        # Daemons: an interpreter that goes down without `close` must not hang on a dead disk.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"checkpoint-writer-{number}", daemon=True)
+            for number in range(threads or min(MAX_THREADS, usable_cores()))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(
         self,
@@ -67,13 +90,19 @@ class CheckpointWriter:
         """Queue a save: "step" → checkpoint-<step>/, "best" → best/, "final" → output_dir itself.
 
         The snapshot's tensors must not change afterwards. The first save to a directory clears up what a
-        killed writer left there. Blocks while the queue is full.
+        killed writer left there. Blocks while there is too much to write already.
         """
         assert not self._closed, "submit after close"
-        self._queue.put(_Save(snapshot, output_dir, kind, adapter_config, save_total_limit))
+        save = _Save(snapshot, output_dir, kind, adapter_config, save_total_limit)
+        with self._changed:
+            self._largest = max(self._largest, save.nbytes)
+            self._changed.wait_for(lambda: self._has_room_for(save))
+            self._pending_bytes += save.nbytes
+            self._waiting.append(save)
+            self._changed.notify_all()
 
     def results(self) -> list[SaveResult]:
-        """The saves finished since the last call, in order. From one thread."""
+        """The saves finished since the last call, those of one directory in order. From one thread."""
         finished: list[SaveResult] = []
         while not self._results.empty():
             finished.append(self._results.get())
@@ -81,14 +110,16 @@ class CheckpointWriter:
 
     def flush(self) -> None:
         """Wait until everything submitted is written or has failed."""
-        self._queue.join()
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
 
     def close(self) -> None:
-        """Flush and end the thread. Again is harmless."""
-        if not self._closed:
+        """Flush and end the threads. Again is harmless."""
+        with self._changed:
             self._closed = True
-            self._queue.put(None)
-            self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -96,15 +127,37 @@ class CheckpointWriter:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _is_idle(self) -> bool:
+        return not self._waiting and not self._busy
+
+    def _has_room_for(self, save: _Save) -> bool:
+        return self._pending_bytes + save.nbytes <= self._max_pending * self._largest
+
+    def _take(self) -> _Save | None:
+        """The oldest save of a directory that nobody writes to; None when there will be no more."""
+        found: list[_Save] = []
+
+        def ready() -> bool:
+            found.extend(one for one in self._waiting if one.output_dir not in self._busy)
+            return bool(found) or (self._closed and not self._waiting)
+
+        with self._changed:
+            self._changed.wait_for(ready)
+            if not found:
+                return None
+            self._waiting.remove(found[0])
+            self._busy.add(found[0].output_dir)
+            return found[0]
+
     def _run(self) -> None:
-        while True:
-            save = self._queue.get()
+        while (save := self._take()) is not None:
             try:
-                if save is None:
-                    return
                 self._results.put(self._write(save))
             finally:
-                self._queue.task_done()
+                with self._changed:
+                    self._busy.discard(save.output_dir)
+                    self._pending_bytes -= save.nbytes
+                    self._changed.notify_all()
 
     def _write(self, save: _Save) -> SaveResult:
         snapshot, path, error = save.snapshot, save.output_dir, None

@@ -6,10 +6,12 @@ Recomputing gives the same bits, so it may change from pass to pass; it costs ab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
+from gshare.agent.base.config import read_config
 from gshare.agent.base.weights import Base
-from gshare.agent.jobs.memory import ModelShape, largest_pass
+from gshare.agent.jobs.memory import ModelShape, compute_bytes, graph_bytes, largest_pass
 from gshare.agent.jobs.memory_choice import CPU_CARD, choose_estimate
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 
@@ -17,6 +19,7 @@ from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 #: are nearly as fast (H200, 8B: 20.6 against 21.1 thousand tokens/s at 1,600 and 3,200), a second forward
 #: is not free.
 CUT_FIRST = 2048
+_ANY = AdapterSpec(name="any", data="", output_dir="")
 
 
 def does_not_fit(
@@ -39,6 +42,7 @@ def does_not_fit(
         max_adapters=max_adapters,
         budget_mb=budget_mb,
         identity=identity,
+        with_graphs=False,
     )
     return spare is not None and spare < 0
 
@@ -51,6 +55,7 @@ def spare_bytes(
     max_adapters: int,
     budget_mb: int | None,
     identity: Callable[[], str | None] = lambda: None,
+    with_graphs: bool = True,
 ) -> int | None:
     """What the reservation has over the run's estimate, activations kept; None without one."""
     if budget_mb is None or not specs:
@@ -69,7 +74,14 @@ def spare_bytes(
         base=identity,
         cards=(card_name(base.device),),
     )
-    return budget_mb * 2**20 - estimate.total
+    return budget_mb * 2**20 - (estimate.total if with_graphs else estimate.needed)
+
+
+def graphs_mb(model_dir: Path, base_dtype: str, pass_tokens: int) -> int:
+    """What captured passes of a base may take, with adapters on all layers; MiB."""
+    shape = ModelShape.of(read_config(model_dir))
+    compute = compute_bytes(base_dtype, "cuda")  # pyright: ignore[reportArgumentType]
+    return -(-graph_bytes(shape, [_ANY], compute, pass_tokens) >> 20)
 
 
 def card_name(device: torch.device) -> str:

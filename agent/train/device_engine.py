@@ -12,6 +12,7 @@ where it is, and what is above. Each has shapes and graphs of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from gshare.agent.base.decoder import Needed, Stage
 from gshare.agent.base.weights import Base
+from gshare.agent.jobs.memory import GRAPH_LIMIT, is_launch_bound
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.arena import Slot
@@ -36,6 +38,7 @@ from gshare.agent.train.device_pass import (
     matrix_table,
 )
 from gshare.agent.train.engine import Engine, Verdict
+from gshare.agent.train.out_of_memory import is_out_of_memory
 from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.agent.train.trunk_cache import fill_states
@@ -46,9 +49,8 @@ from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.staging import Fetched, Readback
 from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
 
-#: Above this many tokens × parameters the device is slower than the host that launches: a step of 8B is 1,567
-#: launches, 91 ms on an H200's host, and 2,000 tokens of it take 115 ms.
-GRAPH_LIMIT = 1.6e13
+log = logging.getLogger(__name__)
+
 #: Graphs kept; each holds its launches' parameters, they share their memory.
 MAX_GRAPHS = 48
 GRAPHS_VARIABLE = "GSHARE_CUDA_GRAPHS"  # "0": never
@@ -67,6 +69,7 @@ class _Entry:
     runs: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     output: torch.Tensor | None = None
+    too_large: bool = False  # there was no memory for its graph
     pointers: tuple[int, ...] = ()
 
 
@@ -128,6 +131,7 @@ class DeviceEngine(Engine):
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._parameters = base.config.parameter_count()
+        self._coarse = is_launch_bound(self._parameters)
 
     # ------------------------------------------------------------------ rounds
 
@@ -157,7 +161,9 @@ class DeviceEngine(Engine):
         """Lay a pass out while the device is busy with another; `queue` starts it."""
         plan = PassPlan.of(parts, share=self.share_trunk)
         rows = PassRows.of(plan.parts)
-        shape = PassShape.of(plan, rows, training=training, checkpointing=self.checkpointing)
+        shape = PassShape.of(
+            plan, rows, training=training, coarse=self._coarse, checkpointing=self.checkpointing
+        )
         key = (shape, training)
         entry = self._entry(key, lambda: PassBuffers(shape, self.base.config, self.base.device))
         while self._positions < np.diff(rows.starts).max():
@@ -213,7 +219,7 @@ class DeviceEngine(Engine):
         self, rows: Sequence[Row], layers: int, states: torch.Tensor, places: Sequence[int]
     ) -> None:
         assert states is self._states
-        shape = TrunkShape.of(rows, layers)
+        shape = TrunkShape.of(rows, layers, coarse=self._coarse)
         entry = self._entry((shape, False), lambda: TrunkBuffers(shape, self.base.device))
         buffers = entry.buffers
         assert isinstance(buffers, TrunkBuffers)
@@ -228,9 +234,7 @@ class DeviceEngine(Engine):
         if entry.graph is not None:
             entry.graph.replay()
             self.replays += 1
-        elif self._worth_a_graph(entry.buffers.shape.tokens) and entry.runs >= 1:
-            self._capture(entry, launch)
-        else:
+        elif not (entry.runs >= 1 and self._may_capture(entry) and self._capture(entry, launch)):
             entry.output = launch()
         entry.runs += 1
         output, entry.output = entry.output, entry.output if entry.graph is not None else None
@@ -282,19 +286,39 @@ class DeviceEngine(Engine):
             self._states.data_ptr(),
         )
 
-    def _worth_a_graph(self, tokens: int) -> bool:
-        return self.graphs and tokens * self._parameters <= GRAPH_LIMIT
+    def _may_capture(self, entry: _Entry) -> bool:
+        small = entry.buffers.shape.tokens * self._parameters <= GRAPH_LIMIT
+        return self.graphs and small and not entry.too_large
 
-    def _capture(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> None:
+    def _capture(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> bool:
+        """Captured, and run once; False when there is no memory for it: graphs have memory of their own,
+        which nothing else can use, beside what is kept for passes that are launched."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.base.device)
-        with torch.cuda.graph(graph, pool=self._pool):
-            entry.output = launch()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = launch()
+        except Exception as error:
+            # The end of a capture that was broken off may fail too, and is raised instead.
+            if not any(is_out_of_memory(one) for one in (error, error.__context__) if one is not None):
+                raise
+            entry.too_large = True
+            log.info("no memory for a CUDA graph of %d tokens", entry.buffers.shape.tokens)
+            return False
         if self._pool is None:
             self._pool = graph.pool()
-        entry.graph = graph
+        entry.graph, entry.output = graph, output
         graph.replay()
         self.replays += 1
+        return True
+
+    def give_up_graphs(self) -> bool:
+        held = any(entry.graph is not None for entry in self._entries.values())
+        if held:
+            torch.cuda.synchronize(self.base.device)
+        self._entries.clear()
+        self._pool, self.graphs = None, False
+        return held
 
     # ------------------------------------------------------------------ one pass
 

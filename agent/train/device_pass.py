@@ -71,9 +71,10 @@ class StageShape:
     sequences: int
 
     @classmethod
-    def of(cls, stage: StagePlan) -> StageShape:
-        own = rung(stage.own_tokens)
-        return cls(stage.first, own, own + rung(stage.shared_tokens), _power(len(stage.rows)))
+    def of(cls, stage: StagePlan, *, coarse: bool) -> StageShape:
+        own = rung(stage.own_tokens, coarse=coarse)
+        shared = rung(stage.shared_tokens, coarse=coarse)
+        return cls(stage.first, own, own + shared, _power(len(stage.rows)))
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,26 @@ class PassShape:
         return self.lower[0].first if self.lower else self.first
 
     @classmethod
-    def of(cls, plan: PassPlan, rows: PassRows, *, training: bool, checkpointing: bool = False) -> PassShape:
+    def of(
+        cls,
+        plan: PassPlan,
+        rows: PassRows,
+        *,
+        training: bool,
+        coarse: bool = False,
+        checkpointing: bool = False,
+    ) -> PassShape:
         parts, specs = plan.parts, [part.adapter.spec for part in plan.parts]
         targets = {linear for spec in specs for linear in spec.targets}
         rank = max(spec.r for spec in specs)
         return cls(
-            tokens=rung(len(rows.tokens)),
-            labels=rung(len(rows.labels)),
+            tokens=rung(len(rows.tokens), coarse=coarse),
+            labels=rung(len(rows.labels), coarse=coarse),
             adapters=_power(len(parts)),
             sequences=_power(len(rows.starts) - 1),
             rank=next(known for known in _RANKS if known >= rank),
             groups=frozenset(name for name, members in GROUPS.items() if targets & set(members)),
-            lower=tuple(StageShape.of(stage) for stage in plan.stages[:-1]),
+            lower=tuple(StageShape.of(stage, coarse=coarse) for stage in plan.stages[:-1]),
             first=plan.stages[-1].first,
             checkpoint=training and (checkpointing or any(spec.gradient_checkpointing for spec in specs)),
             dropout=training and any(spec.lora_dropout > 0 for spec in specs),
@@ -226,7 +235,7 @@ class PassBuffers:
         for i, stage in enumerate(plan.stages):
             last = i == len(self.shape.lower)
             number = "" if last else str(i)
-            own = rung(stage.own_tokens) if not last else self.shape.tokens
+            own = self.shape.tokens if last else self.shape.lower[i].own
             places = starts_of(stage.rows[: stage.own])[:-1] + starts_of(stage.rows[stage.own :], own)[:-1]
             if stage.source:
                 gather = gathered(stage.source, before, stage.rows)
@@ -262,8 +271,9 @@ class TrunkShape:
     layers: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row], layers: int) -> TrunkShape:
-        return cls(rung(sum(len(row.tokens) for row in rows)), _power(len(rows)), layers)
+    def of(cls, rows: Sequence[Row], layers: int, *, coarse: bool = False) -> TrunkShape:
+        tokens = sum(len(row.tokens) for row in rows)
+        return cls(rung(tokens, coarse=coarse), _power(len(rows)), layers)
 
 
 class TrunkBuffers:

@@ -167,6 +167,10 @@ class Engine:
         self.passes = 0
         self.most_adapters = 0
 
+    def give_up_graphs(self) -> bool:
+        """Free what captured passes keep, and capture none any more; False when there is nothing to free."""
+        return False
+
     def new_adapter(self, name: str, spec: AdapterSpec) -> Adapter:
         """An adapter with its initial weights, in a slot of the arena."""
         if self.cache is not None:

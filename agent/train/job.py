@@ -8,73 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from gshare.agent.data.sampler import Sampler
-from gshare.agent.data.split import split_rows
-from gshare.agent.data.tokens import TokenStore
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.early_exit import Patterns
 from gshare.agent.jobs.events import JobStateName, LastLosses
 from gshare.agent.jobs.learning_rate import learning_rate_at
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, lineage_line
 from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.job_data import JobData
 from gshare.agent.train.part import Row
-from gshare.agent.train.rounds import StepWork
-
-
-@dataclass(frozen=True)
-class JobData:
-    """The rows of a job: token files opened, split, and put in order."""
-
-    train: TokenStore
-    val: TokenStore
-    val_rows: np.ndarray  # int64, row ids in `val`
-    sampler: Sampler
-
-    @classmethod
-    def open(cls, request: JobRequest) -> JobData:
-        """Raises UsageError when nothing is left to train on, GshareError for a damaged token file."""
-        spec = request.spec
-        assert spec.seed is not None
-        train = TokenStore.open(Path(request.train_store), request.train_hash)
-        if request.val_store is not None:
-            val = TokenStore.open(Path(request.val_store), request.val_hash)
-            train_rows, val_rows = np.arange(train.n_rows), np.arange(val.n_rows)
-        else:
-            val = train
-            split = split_rows(train, val_fraction=spec.val_fraction, seed=spec.seed)
-            train_rows, val_rows = split.train, split.val
-        if len(train_rows) == 0:
-            raise UsageError(f"adapter {spec.name}: {spec.data} leaves no row to train on")
-        sampler = Sampler(
-            train_rows,
-            seed=spec.seed,
-            batch_size=spec.per_device_train_batch_size,
-            accumulation=spec.gradient_accumulation_steps,
-            num_train_epochs=spec.num_train_epochs,
-            max_steps=spec.max_steps,
-        )
-        return cls(train, val, val_rows, sampler)
-
-    def validation(self) -> list[Row]:
-        return [Row(*self.val.row(int(i))) for i in self.val_rows]
-
-    def micro_batches(self, step: int) -> list[list[Row]]:
-        """The rows of 0-based optimizer step `step`, numbered through the step."""
-        batches: list[list[Row]] = []
-        sample = 0
-        for ids in self.sampler.step_rows(step):
-            batch = []
-            for i in ids:
-                batch.append(Row(*self.train.row(i), sample=sample))
-                sample += 1
-            batches.append(batch)
-        return batches
+from gshare.agent.train.passes import StepWork
 
 
 class Job:
@@ -99,13 +45,21 @@ class Job:
         self.saved_step = -1  # step of the newest checkpoint submitted
         self.evaluated_step = -1
         self.patterns = Patterns(request.early_exit) if request.early_exit is not None else None
-        #: Paused at `pause_at`: its adapter is closed, and made again from its checkpoint when it goes on.
+        #: Paused at `pause_at`, or at its end: its adapter is closed. It is made again from the checkpoint of
+        #: the pause when the job goes on.
         self.parked = False
+        #: What is said of it once its files stand; None: nothing is waited for.
+        self.settling: Callable[[], None] | None = None
         self._next: StepWork | None = None
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_active(self) -> bool:
+        """Whether rounds may have it."""
+        return self.state == "running" and not self.parked
 
     @property
     def total_steps(self) -> int:
@@ -122,7 +76,7 @@ class Job:
         return self._next
 
     def park(self) -> None:
-        """Give its memory back; its checkpoint of this step stands."""
+        """Give its memory back; its files are written, or being written."""
         self.adapter.close()
         self.parked = True
 

@@ -26,7 +26,8 @@ from gshare.agent.train.engines import make_engine
 from gshare.agent.train.memory_meter import Meter
 from gshare.agent.train.out_of_memory import is_out_of_memory
 from gshare.agent.train.part import Row
-from gshare.agent.train.rounds import Rounds, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Rounds
 from gshare.kernels.backend import Backend
 
 #: Before the steps that are timed: kernels are built in the first, a CUDA graph is captured in the second.

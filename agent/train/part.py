@@ -1,4 +1,4 @@
-"""What a pass is made of: sequences, and the adapters that they are for."""
+"""What a pass is made of: sequences, and the adapters that they are for. No torch, as `passes.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-from gshare.agent.train.adapter import Adapter
-from gshare.kernels.dropout import keep_scale
+
+if TYPE_CHECKING:
+    from gshare.agent.train.adapter import Adapter
 
 
 @dataclass(frozen=True)
@@ -46,4 +48,6 @@ class Part:
     @property
     def scale(self) -> float:
         """s / p of the adapter: its LoRA scaling over the keep probability (training only)."""
+        from gshare.kernels.dropout import keep_scale  # imports torch, which who trains has
+
         return self.adapter.spec.scaling * keep_scale(self.adapter.spec.lora_dropout)

@@ -58,12 +58,13 @@ class Pipeline:
         self._first = True
 
     def run_round(self) -> bool:
-        """One optimizer step of the scheduled jobs, and what falls due after it. False: nothing runnable."""
-        self._books.collect_writer_errors()
+        """One optimizer step of the scheduled jobs, and what falls due after it, or the wait for files that
+        are all there is to wait for. False: nothing runnable."""
+        self._books.collect_saves()
         flight, self._ahead = self._ahead, None
         jobs = flight.jobs if flight is not None else self._choose(quietly=False)
         if not jobs:
-            return False
+            return self._books.wait_for_files()
         with self._books.tracer.span(STEP_SPAN, adapters=len(jobs)):
             flight = flight or self._begin(jobs, behind=[])
             if self._may_queue_behind(flight):
@@ -120,7 +121,7 @@ class Pipeline:
             and not self._first
             and flight.round.error is None
             and not self._books.schedule.by_results
-            and not any(job.state == "running" and job.ends_in_host_work() for job in flight.jobs)
+            and not any(job.is_active and job.ends_in_host_work() for job in flight.jobs)
         )
 
     def _begin(self, jobs: list[Job], *, behind: list[Job]) -> _Flight:
@@ -151,14 +152,14 @@ class Pipeline:
         seconds = now - max(flight.begun, self._read_at)
         self._read_at = now
         for job, rate, outcome in zip(flight.jobs, flight.rates, outcomes, strict=True):
-            if job.state == "running":  # what the round before gave, or a failed save, may have ended it
+            if job.is_active:  # what the round before gave, or a failed save, may have ended it
                 self._commit(job, outcome, rate, seconds)
 
     def _leave_out_ended(self, flight: _Flight) -> None:
         """A round that is yet to be started must not have a job that has ended: its adapter is gone."""
-        if flight.round.error is None or all(job.state == "running" for job in flight.jobs):
+        if flight.round.error is None or all(job.is_active for job in flight.jobs):
             return
-        kept = [index for index, job in enumerate(flight.jobs) if job.state == "running"]
+        kept = [index for index, job in enumerate(flight.jobs) if job.is_active]
         flight.jobs = [flight.jobs[index] for index in kept]
         flight.rates = [flight.rates[index] for index in kept]
         work = [flight.round.work[index] for index in kept]
@@ -213,13 +214,13 @@ class Pipeline:
             self._first = False
             books.guard.record("first_step")
         jobs = flight.jobs
-        self.evaluate([job for job in jobs if job.state == "running" and job.evaluation_is_due])
+        self.evaluate([job for job in jobs if job.is_active and job.evaluation_is_due])
         for job in jobs:
-            if job.state == "running" and job.due(job.spec.save_steps):
+            if job.is_active and job.due(job.spec.save_steps):
                 books.save(job, "step")
-            if job.state == "running" and job.step >= job.total_steps:
+            if job.is_active and job.step >= job.total_steps:
                 books.finish(job)
-            elif job.state == "running" and job.at_pause:
+            elif job.is_active and job.at_pause:
                 books.park(job)
         ahead = self._ahead.jobs if self._ahead is not None else []
         self._on_pass([(job.name, job.begun - 1) for job in ahead])

@@ -22,27 +22,11 @@ from gshare.agent.train.checkpointing import CUT_FIRST
 from gshare.agent.train.engine import Engine, Losses, Verdict, mean_loss
 from gshare.agent.train.out_of_memory import OutOfMemory, is_out_of_memory
 from gshare.agent.train.part import Part, Row
+from gshare.agent.train.passes import StepWork, evaluation_passes, split_passes
 from gshare.agent.train.trunk import TrunkUse
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One adapter's next optimizer step: its micro-batches (lists of rows) in order."""
-
-    adapter: Adapter
-    step: int  # 0-based
-    micro_batches: Sequence[Sequence[Row]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.tokens) for batch in self.micro_batches for row in batch)
-
-    @property
-    def label_tokens(self) -> int:
-        return sum(row.label_tokens for batch in self.micro_batches for row in batch)
 
 
 @dataclass
@@ -70,53 +54,6 @@ class Round:
     under_way: list[Losses] = field(default_factory=list)  # of the passes
     verdicts: Callable[[], list[Verdict]] = list
     error: Exception | None = None
-
-
-def split_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
-    """Micro-batch j of every adapter goes into pass j; a pass over `max_tokens` is cut between rows.
-
-    A single row longer than `max_tokens` is a pass of its own. Each adapter's rows keep their order.
-    """
-    passes: list[list[Part]] = []
-    for j in range(max((len(w.micro_batches) for w in work), default=0)):
-        current: list[Part] = []
-        used = 0
-        for w in work:
-            if j >= len(w.micro_batches):
-                continue
-            rows: list[Row] = []
-            for row in w.micro_batches[j]:
-                length = len(row.tokens)
-                if used and used + length > max_tokens:
-                    if rows:
-                        current.append(Part(w.adapter, rows, w.step, w.label_tokens))
-                    passes.append(current)
-                    current, rows, used = [], [], 0
-                rows.append(row)
-                used += length
-            if rows:
-                current.append(Part(w.adapter, rows, w.step, w.label_tokens))
-        if current:
-            passes.append(current)
-    return passes
-
-
-def evaluation_passes(work: Sequence[StepWork], max_tokens: int) -> list[list[Part]]:
-    """The passes of an evaluation: the first row of every adapter, then the second of each, up to
-    `max_tokens` a pass, so that adapters with the same rows have them in the same pass."""
-    turns = [(i, w) for i in range(max((len(w.micro_batches[0]) for w in work), default=0)) for w in work]
-    passes: list[dict[str, tuple[StepWork, list[Row]]]] = []
-    used = max_tokens
-    for i, w in turns:
-        if i >= len(w.micro_batches[0]):
-            continue
-        row = w.micro_batches[0][i]
-        if used + len(row.tokens) > max_tokens:
-            passes.append({})
-            used = 0
-        passes[-1].setdefault(w.adapter.name, (w, []))[1].append(row)
-        used += len(row.tokens)
-    return [[Part(w.adapter, rows, w.step, 1) for w, rows in one.values()] for one in passes]
 
 
 class Rounds:
@@ -204,7 +141,11 @@ class Rounds:
             ) from error
 
     def _dropped_states(self) -> bool:
-        """Whether memory was got by forgetting trunk states, which no bit depends on."""
+        """Whether memory was got by forgetting trunk states or captured passes, which no bit depends on."""
+        if self.engine.give_up_graphs():
+            log.warning("out of memory; CUDA graphs are given up, passes are launched one kernel at a time")
+            self._empty_cache()
+            return True
         cache = self.engine.cache
         freed = cache.give_up_device() if cache is not None else 0
         if freed:

@@ -24,11 +24,12 @@ from gshare.agent.trace import DISABLED, Tracer
 from gshare.agent.train.admission import begin_warm, check_rows, check_spec, restore
 from gshare.agent.train.books import Books
 from gshare.agent.train.checkpoint import adapter_config, load_checkpoint, truncate_metrics, write_start
-from gshare.agent.train.checkpointing import does_not_fit, spare_bytes
+from gshare.agent.train.checkpointing import does_not_fit, graphs_mb, spare_bytes
 from gshare.agent.train.engines import make_engine
 from gshare.agent.train.fingerprint import numerics_fingerprint
 from gshare.agent.train.gpu_guard import NoGuard, make_guard
-from gshare.agent.train.job import Job, JobData
+from gshare.agent.train.job import Job
+from gshare.agent.train.job_data import JobData
 from gshare.agent.train.out_of_memory import is_out_of_memory, told
 from gshare.agent.train.pipeline import Pipeline
 from gshare.agent.train.rounds import Rounds
@@ -77,6 +78,7 @@ class Runner:
             where=where,
             may_grow=may_grow,
             say=lambda level, text: on_event(TrainerMessage(level=level, text=text)),
+            graphs_mb=lambda: graphs_mb(model_dir, base_dtype, max_tokens_per_pass),
         )
         with told("the base", self._guard):
             backend = backend or pick_backend(where, plans=cache_dir() / "gemm-plans.json")
@@ -131,7 +133,7 @@ class Runner:
         """
         name, config = request.spec.name, self.engine.base.config
         self._pipeline.drain()
-        before = self.books.jobs.get(name)
+        before = self.books.find(name) if name in self.books.jobs else None
         if before is not None and before.state not in ENDED:
             raise UsageError(f"adapter {name}: a job of this name is already running here")
         check_spec(request, config)
@@ -178,7 +180,7 @@ class Runner:
         elif job.at_pause:  # checkpointed there, and killed before anybody heard of it
             if job.evaluated_step != job.step:
                 self._pipeline.evaluate([job])
-            if job.state == "running":
+            if job.is_active:
                 self.books.park(job)
 
     def _choose_checkpointing(self) -> None:
@@ -207,8 +209,8 @@ class Runner:
 
         After the step that is in flight, if there is one.
         """
-        found = self.books.find(job)
         self._pipeline.drain()
+        found = self.books.find(job)
         if found.state in ENDED:
             return
         if not found.parked:
@@ -217,8 +219,8 @@ class Runner:
 
     def pause(self, job: str) -> None:
         """After the step that is in flight, if there is one."""
-        found = self.books.find(job)
         self._pipeline.drain()
+        found = self.books.find(job)
         if found.state == "running":
             self.books.change(found, "paused", "")
 
@@ -240,8 +242,8 @@ class Runner:
 
         After the step that is in flight, if there is one. GshareError: it has ended, or the disk is full.
         """
-        found = self.books.find(job)
         self._pipeline.drain()
+        found = self.books.find(job)
         if found.state in ENDED:
             raise UsageError(f"adapter {job}: has ended as {found.state}; its weights are in its output_dir")
         if found.parked:
@@ -283,7 +285,7 @@ class Runner:
     def close(self) -> None:
         """Wait for the round and the checkpoints in flight."""
         self._pipeline.drain()
-        self.books.writer.flush()
+        self.books.wait_for_files()
         self.books.writer.close()
         if summary := self._guard.summary():
             self.books.say("info", summary)

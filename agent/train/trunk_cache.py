@@ -45,6 +45,7 @@ class _Tier:
 
     budget: int  # bytes
     store: Callable[[torch.Tensor], torch.Tensor]
+    taken: Callable[[torch.Tensor], int] = lambda states: states.nbytes  # bytes of this memory
     entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
     nbytes: int = 0
     closed: bool = False  # its budget is 0 for good
@@ -59,17 +60,18 @@ class _Tier:
     def set_budget(self, nbytes: int) -> None:
         self.budget = 0 if self.closed else nbytes
         while self.nbytes > self.budget:
-            self.nbytes -= self.entries.popitem(last=False)[1].states.nbytes
+            self.nbytes -= self.taken(self.entries.popitem(last=False)[1].states)
 
-    def make_room(self, nbytes: int, generation: int) -> bool:
-        """Whether so many bytes fit, after removing what no job of this generation used."""
+    def make_room(self, states: torch.Tensor, generation: int) -> bool:
+        """Whether they fit, after removing what no job of this generation used."""
+        nbytes = self.taken(states)
         if nbytes > self.budget:
             return False
         while self.nbytes + nbytes > self.budget:
             key, oldest = next(iter(self.entries.items()))
             if oldest.used >= generation:
                 return False
-            self.nbytes -= oldest.states.nbytes
+            self.nbytes -= self.taken(oldest.states)
             del self.entries[key]
         return True
 
@@ -91,7 +93,7 @@ class TrunkCache:
         self._identity = identity
         self._device = device
         if device.type == "cuda":
-            self._tiers = [_Tier(device_bytes, torch.clone), _Tier(host_bytes, _pinned_copy)]
+            self._tiers = [_Tier(device_bytes, torch.clone), _Tier(host_bytes, _pinned_copy, pinned_bytes)]
         else:
             self._tiers = [_Tier(device_bytes + host_bytes, torch.clone)]
         self._generation = 0
@@ -123,9 +125,9 @@ class TrunkCache:
         if any(key in tier.entries for tier in self._tiers):
             return
         for tier in self._tiers:
-            if tier.make_room(states.nbytes, self._generation):
+            if tier.make_room(states, self._generation):
                 tier.entries[key] = _Entry(tier.store(states), self._generation)
-                tier.nbytes += states.nbytes
+                tier.nbytes += tier.taken(states)
                 return
 
     def age(self) -> None:
@@ -181,6 +183,11 @@ class Trial:
         if len(self._run) < TIMED:
             return None
         return min(self._run) > MARGIN * min(self._copy)
+
+
+def pinned_bytes(states: torch.Tensor) -> int:
+    """What a pinned copy takes: torch's allocator rounds each block up to a power of two."""
+    return 1 << max(states.nbytes - 1, 0).bit_length()
 
 
 def _pinned_copy(states: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from gshare.agent.jobs.events import Evaluated, Event, JobChanged, Stepped
 from gshare.agent.train import runner as runner_module
 from gshare.agent.train.adapter import Adapter
 from gshare.agent.train.engine import Engine, Verdict
-from gshare.agent.train.rounds import Round, Rounds, StepOutcome, StepWork
+from gshare.agent.train.passes import StepWork
+from gshare.agent.train.rounds import Round, Rounds, StepOutcome
 from gshare.agent.train.runner import Runner
 from toy import make_runner
 
@@ -79,7 +80,7 @@ class Bench:
     def _crumb(self, in_flight: Sequence[tuple[str, int]]) -> None:
         self.crumbs.append(list(in_flight))
 
-    def told(self) -> list[object]:
+    def told(self) -> list[dict[str, Any]]:
         """Events as a client sees them, without times and the lag of the thread that writes."""
         return [
             {**{name: getattr(event, name) for name in event.__struct_fields__}, "seconds": 0}
