@@ -2,8 +2,10 @@
 
 The clone is this command's own job, as with `gshare finetune`: shown until it ends, stopped by Ctrl-C, left
 to a client in the background by --detach. Its parent may be anybody's of this user; nothing of it changes.
-A warm clone starts from the weights that its parent has between two rounds. They are kept in its `start/`,
-so that it is made again from there, whatever becomes of the parent.
+A warm clone starts from the weights that its parent has between two rounds; of a parent that has ended, from
+those of its newest checkpoint. They are kept in its `start/`, so that it is made again from there, whatever
+becomes of the parent. Where the parent's trainer has ended too, the clone is a run of its own from what the
+parent's `run.json` says.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from gshare.agent.data.prepare import check_adapters, prepare_requests, run_estimate
+from gshare.agent.data.prepare import check_adapters, find_model, prepare_requests, run_estimate
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.clone import cloned_spec, free_name, parse_settings, spec_toml
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, WarmStart
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.joining import why_not_this, with_identity
 from gshare.agent.service.output_dir import (
     LOCK_FILE,
@@ -37,10 +40,18 @@ from gshare.agent.service.output_dir import (
 )
 from gshare.agent.service.protocol import TakeWeights, TrainerHello, WeightsTaken
 from gshare.agent.service.registry import TrainerConfig, is_held, read_json
-from gshare.cli.finetune import detach_run, supervise_run
+from gshare.cli.finetune import detach_run, supervise_run, trainer_config
 from gshare.cli.finetune_flags import ReserveFlags
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
-from gshare.cli.jobs import COMMAND_SECONDS, ClusterFlag, Found, connected, find_all, find_job
+from gshare.cli.jobs import (
+    COMMAND_SECONDS,
+    ClusterFlag,
+    Found,
+    StateDirFlag,
+    connected,
+    find_all,
+    find_job,
+)
 from gshare.cli.streams import stderr_console
 from rich.console import Console
 from rich.text import Text
@@ -60,11 +71,14 @@ def clone(
     json: Annotated[bool, Parameter(negative=())] = False,
     detach: Annotated[bool, Parameter(negative=())] = False,
     cluster: ClusterFlag = None,
+    state_dir: StateDirFlag = None,
     reserve_flags: ReserveFlags = _NO_FLAGS,
 ) -> int:
-    """Train a changed copy of a running job beside it, from new weights or from the job's own.
+    """Train a changed copy of a job, from new weights or from the job's own.
 
-    The job itself goes on untouched. Ctrl-C checkpoints and stops the clone only.
+    It joins the job's trainer, or is a run of its own where that has ended. The job itself stays as it is.
+    Ctrl-C checkpoints and stops the clone only. On a cluster (cold only) the coordinator places it like a
+    submitted job, and Ctrl-C leaves it running.
 
     Parameters
     ----------
@@ -75,37 +89,40 @@ def clone(
     new_name
         Of the clone; NAME-clone when left out. Its output_dir is a folder of that name beside the job's.
     warm
-        Start from the job's weights of this moment, with a fresh optimizer, instead of from new ones.
+        Start from the job's weights of this moment (of one that has ended: its newest checkpoint), with a
+        fresh optimizer, instead of from new ones.
     json
         One JSON line an event on stdout, the leaderboard last.
     detach
         Return when the clone runs; `gshare jobs` follows and stops it.
     """
-    if cluster is not None:
-        raise UsageError(
-            "clone is for jobs of this machine for now; for a cold copy on the cluster `gshare submit` a "
-            "spec with the changed values"
-        )
     settings = parse_settings(set_)
+    if cluster is not None:
+        from gshare.cli.clone_cluster import clone_cluster_job
+
+        if warm or reserve_flags != _NO_FLAGS:
+            what = "--warm" if warm else "a flag of the GPU"
+            raise UsageError(f"{what} is for jobs of this machine: a clone on a cluster is cold, and placed")
+        return clone_cluster_job(cluster, state_dir, name, settings, new_name, json_lines=json, detach=detach)
     parent = find_job(name, running=False)
-    config, hello, record = _look(parent, warm=warm)
+    if parent.trainer is None:
+        config, hello = None, None
+    else:
+        config, hello = _look(parent)
+    record = _record_of(parent)
     new_name = new_name or free_name(name, _names_taken(record.spec))
     _check_name_is_free(new_name)
     spec = cloned_spec(record.spec, settings, name=new_name, warm=warm, base_dir=Path.cwd())
-    run = RunSpec(
-        model=config.model,
-        base_dtype=config.base_dtype,  # type: ignore[arg-type]  # one of them: a run had it
-        schedule=config.schedule,  # type: ignore[arg-type]
-        max_tokens_per_pass=config.max_tokens_per_pass,
-        max_adapters_per_pass=config.max_adapters_per_pass,
-        adapters=(spec,),
-    )
+    run = _own_run(config, record, spec)
     out = Path(spec.output_dir)
     _check_output_dir(run, out)
     console = stderr_console()
-    model_dir = Path(config.model_dir)
+    model_dir = find_base(run) if config is None else Path(config.model_dir)
     request = prepare(run, model_dir, console)
-    config = _own_config(config, hello, run, request, reserve_flags, console, detach=detach)
+    if config is None or hello is None:
+        config = _new_config(run, model_dir, record, request, reserve_flags, console, detach=detach)
+    else:
+        config = _own_config(config, hello, run, request, reserve_flags, console, detach=detach)
     try:
         if warm:
             request = msgspec.structs.replace(request, start=_take_weights(parent, out / START_DIR))
@@ -120,6 +137,11 @@ def clone(
     return code
 
 
+def find_base(run: RunSpec) -> Path:
+    """The directory of the model that a parent's record names."""
+    return find_model(run)
+
+
 def prepare(run: RunSpec, model_dir: Path, console: Console) -> JobRequest:
     """The clone's data tokenised and split, from the cache where it is the parent's."""
     check_adapters(run, model_dir)
@@ -127,16 +149,10 @@ def prepare(run: RunSpec, model_dir: Path, console: Console) -> JobRequest:
     return request
 
 
-def _look(parent: Found, *, warm: bool) -> tuple[TrainerConfig, TrainerHello, RunRecord]:
-    """The parent's trainer, and what the parent was made from."""
+def _look(parent: Found) -> tuple[TrainerConfig, TrainerHello]:
+    """The parent's trainer, which runs."""
     status = parent.status
-    if parent.trainer is None:
-        raise UsageError(
-            f"job {status.job} has ended ({status.state}) and so has its trainer, and a clone joins a "
-            "running one; start a changed copy with `gshare finetune`"
-        )
-    if warm and status.state in ENDED:
-        raise UsageError(f"job {status.job} has ended ({status.state}): only a cold clone can be made of it")
+    assert parent.trainer is not None
     if status.state == "queued":
         why = status.reason or "its trainer loads the base"
         raise RetryLater(f"job {status.job} has not started yet ({why}); clone it when it runs")
@@ -148,10 +164,35 @@ def _look(parent: Found, *, warm: bool) -> tuple[TrainerConfig, TrainerHello, Ru
             f"the trainer of job {status.job} is gshare {hello.gshare}, this is {version('gshare')}; use the "
             "same"
         )
+    return config, hello
+
+
+def _record_of(parent: Found) -> RunRecord:
+    """What the parent was made from."""
+    status = parent.status
     record = read_record(Path(status.output_dir))
     if record is None or record.spec.name != status.job:
         raise GshareError(f"{Path(status.output_dir) / RUN_FILE}: not the record of job {status.job}")
-    return config, hello, record
+    return record
+
+
+def _own_run(theirs: TrainerConfig | None, record: RunRecord, spec: AdapterSpec) -> RunSpec:
+    """The clone's run, with the settings of its parent's trainer. What a trainer that has ended had of
+    schedule and passes is recorded nowhere, and changes no bits."""
+    if theirs is None:
+        return RunSpec(
+            model=record.model,
+            base_dtype=record.base_dtype,  # type: ignore[arg-type]  # one of them: a run had it
+            adapters=(spec,),
+        )
+    return RunSpec(
+        model=theirs.model,
+        base_dtype=theirs.base_dtype,  # type: ignore[arg-type]  # one of them: a run had it
+        schedule=theirs.schedule,  # type: ignore[arg-type]
+        max_tokens_per_pass=theirs.max_tokens_per_pass,
+        max_adapters_per_pass=theirs.max_adapters_per_pass,
+        adapters=(spec,),
+    )
 
 
 def _names_taken(spec: AdapterSpec) -> set[str]:
@@ -208,13 +249,48 @@ def _own_config(
     return mine
 
 
-def _take_weights(parent: Found, directory: Path) -> WarmStart:
-    assert parent.trainer is not None
-    _make(directory.parent)
-    with connected(parent.trainer) as client:
-        reply = client.ask(
-            TakeWeights, job=parent.status.job, directory=str(directory), timeout=COMMAND_SECONDS
+def _new_config(
+    run: RunSpec,
+    model_dir: Path,
+    parent: RunRecord,
+    request: JobRequest,
+    flags: ReserveFlags,
+    console: Console,
+    *,
+    detach: bool,
+) -> TrainerConfig:
+    """Of a trainer of the clone's own, as `gshare finetune` would start; one with the same base is joined.
+
+    UsageError: the model is another one by now.
+    """
+    base = base_identity(model_dir)
+    if parent.base is not None and base != parent.base:
+        raise UsageError(
+            f"{model_dir} is not the model any more that {parent.spec.name} was trained on; put that one "
+            "there, or start a run of the new one with `gshare finetune`"
         )
+    plan = plan_gpu(flags, "auto", outlives=detach)
+    gpu = None
+    if plan is not None:
+        if plan.note:
+            console.print(Text(f"warning: {plan.note}"))
+        estimate = partial(run_estimate, run, model_dir, [request], on_gpu=True, cards=plan.cards)
+        gpu = request_gpu(plan, estimate, f"clone {request.spec.name}", shared=base is not None)
+        console.print(Text(budget_line(plan, gpu, estimate)))
+    console.print(Text(f"the trainer of {parent.spec.name} has ended: its clone is a run of its own"))
+    return trainer_config(run, model_dir, base=base, device="auto", gpu=gpu)
+
+
+def _take_weights(parent: Found, directory: Path) -> WarmStart:
+    """Written to `directory`: the weights of a job that trains, or else those of its newest checkpoint."""
+    status = parent.status
+    _make(directory.parent)
+    if parent.trainer is None or status.state in ENDED:
+        from gshare.agent.train.checkpoint import start_from_saved
+
+        return start_from_saved(Path(status.output_dir), directory, parent=status.job)
+    with connected(parent.trainer) as client:
+        reply = client.ask(TakeWeights, job=status.job, directory=str(directory), timeout=COMMAND_SECONDS)
     assert isinstance(reply, WeightsTaken), reply
     return reply.start
 

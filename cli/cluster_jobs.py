@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from gshare.agent.errors import EXIT_OK, GshareError, UsageError
+from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import plain
 from gshare.agent.node.protocol import MAX_LOG_BYTES, BundleKind
 from gshare.agent.service.journal import strict_json
 from gshare.cli.cluster import job_table
 from gshare.cli.cluster_flags import running_coordinator, state_dir_of
 from gshare.cli.cluster_live import watch_jobs
+from gshare.cli.jobs import ENDED_SHOWN, say_left_out
 from gshare.coordinator.api_protocol import (
     Fetched,
     FetchJob,
     JobLog,
+    JobRow,
     JobRows,
     JobsDone,
     ListClusterJobs,
@@ -32,27 +36,41 @@ CLIENT = "gshare jobs"
 FETCH_SECONDS = 6 * 3600.0
 
 
-def list_cluster_jobs(cluster: Path, state_dir: Path | None, *, json_lines: bool) -> int:
+def list_cluster_jobs(cluster: Path, state_dir: Path | None, *, json_lines: bool, all_ended: bool) -> int:
     with running_coordinator(cluster, state_dir, CLIENT) as client:
         jobs = client.ask(JobRows, ListClusterJobs).jobs
     if json_lines:
         for job in jobs:
             print(json.dumps(strict_json(msgspec.to_builtins(job)), allow_nan=False))
-    elif jobs:
-        print("\n".join(job_table(jobs)))
+        return EXIT_OK
+    shown = jobs if all_ended else recent_jobs(jobs)
+    say_left_out(len(jobs) - len(shown))
+    if shown:
+        print("\n".join(job_table(shown)))
     else:
         print("no jobs", file=sys.stderr)
     return EXIT_OK
 
 
+def recent_jobs(jobs: Sequence[JobRow]) -> list[JobRow]:
+    """Those that have not ended, and the ended ones that were submitted last."""
+    ended = [job.job for job in jobs if job.state in ENDED][-ENDED_SHOWN:]
+    return [job for job in jobs if job.state not in ENDED or job.job in ended]
+
+
 def attach_cluster_job(cluster: Path, state_dir: Path | None, name: str, *, json_lines: bool) -> int:
     with running_coordinator(cluster, state_dir, CLIENT) as client:
-        jobs = client.ask(JobRows, ListClusterJobs).jobs
+        row = find_row(client.ask(JobRows, ListClusterJobs).jobs, name)
+    return watch_jobs(state_dir_of(state_dir), [(name, row.output_dir)], json_lines=json_lines)
+
+
+def find_row(jobs: Sequence[JobRow], name: str) -> JobRow:
+    """UsageError with what there is."""
     row = next((job for job in jobs if job.job == name), None)
     if row is None:
         known = ", ".join(job.job for job in jobs[:20]) or "none"
-        raise UsageError(f"no job named {name} in this cluster; known: {known}")
-    return watch_jobs(state_dir_of(state_dir), [(name, row.output_dir)], json_lines=json_lines)
+        raise UsageError(f"no job named {plain(name)} in this cluster; known: {known}")
+    return row
 
 
 def command_cluster_jobs(

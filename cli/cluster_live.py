@@ -94,7 +94,9 @@ class _Watching:
     def _take(self, event: ClusterEvent) -> None:
         if isinstance(event, JobEvent):
             self._on_node(event.event.job, event.node)
-            self._view.take(event.event)
+            # An attempt's end is not its job's: that is told by itself, when the results are at home.
+            if not isinstance(event.event, JobChanged) or event.event.state not in ENDED:
+                self._view.take(event.event)
         elif isinstance(event, JobEnded):
             self._end(event.job, event.state, event.reason)
         elif isinstance(event, ClusterMessage):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -22,10 +23,14 @@ from gshare.cli.streams import stderr_console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from gshare.agent.jobs.memory_profile import MemoryProfile
     from gshare.agent.jobs.spec import JobRequest, RunSpec
     from gshare.agent.jobs.sweep_ranges import Range
     from gshare.coordinator.plan import Plan
     from rich.console import Console
+
+    #: Tokens a second of a run whose model lies in that directory, on so many GPUs.
+    Rate = Callable[[RunSpec, Path, int], float]
 
 #: More is no plan of sweeps but a slip.
 MAX_GPUS = 4096
@@ -64,7 +69,9 @@ def plan(
     tokens_per_second
         What one sweep trains, on all of its GPUs. Instead of --profile.
     profile
-        A JSON file of measured rates, by model, base_dtype and GPUs.
+        The file that `gshare estimate --measure` kept (it says where), for sweeps of its base on one GPU. Or
+        one of your own: {"version": 1, "rates": [{"model": "Llama-3.1-8B", "base_dtype": "bf16", "gpus": 1,
+        "tokens_per_second": 16352}]}, where model is that of the sweep's file or the last part of it.
     seconds
         How long to search for a better plan; 1 when left out.
     json
@@ -72,17 +79,10 @@ def plan(
     """
     from gshare.coordinator.plan import Task
     from gshare.coordinator.planner import SOLVE_SECONDS, best_plan
-    from gshare.coordinator.throughput import duration_ms, read_profile
+    from gshare.coordinator.throughput import duration_ms
 
     _check_flags(gpus, tokens_per_second, profile, seconds)
-    rates = read_profile(profile) if profile is not None else None
-
-    def rate(model: str, base_dtype: Any, count: int) -> float:
-        if rates is not None:
-            return rates.tokens_per_second(model, base_dtype, count)
-        assert tokens_per_second is not None
-        return tokens_per_second
-
+    rate = _rate(profile, tokens_per_second)
     console = stderr_console()
     work = [_work(*_file_and_gpus(text), rate, console) for text in sweeps]
     tasks = [Task(one.name, duration_ms(one.tokens, one.tokens_per_second), one.gpus) for one in work]
@@ -112,6 +112,60 @@ def _check_flags(gpus: int, rate: float | None, profile: Path | None, seconds: f
         raise UsageError(f"--seconds: {seconds} is not above 0 and at most 3600")
 
 
+def _rate(profile: Path | None, tokens_per_second: float | None) -> Rate:
+    """UsageError, from here or from what is returned: the profile is none, or knows nothing of a run."""
+    from gshare.agent.jobs.memory_profile import DamagedProfile, read_profile_file
+    from gshare.coordinator.throughput import read_profile
+
+    if profile is None:
+        assert tokens_per_second is not None
+        return lambda run, model_dir, gpus: tokens_per_second
+    try:
+        measured = read_profile_file(profile)
+    except DamagedProfile as error:
+        raise UsageError(f"{error}; `gshare estimate --measure` mends its own") from None
+    except FileNotFoundError:
+        measured = None  # the other reader says so
+    if measured is not None:
+        return partial(_measured_rate, measured, profile)
+    rates = read_profile(profile)
+    return lambda run, model_dir, gpus: rates.tokens_per_second(run.model, run.base_dtype, gpus)
+
+
+def _measured_rate(measured: MemoryProfile, file: Path, run: RunSpec, model_dir: Path, gpus: int) -> float:
+    """Of the run's passes when they are full, by the steps that were timed on one device."""
+    from gshare.agent.base.config import read_config
+    from gshare.agent.jobs.memory import ModelShape, largest_pass
+    from gshare.agent.jobs.memory_choice import CPU_CARD, is_checkpointing, predicted_speed
+    from gshare.agent.service.base_identity import base_identity
+
+    instead = "; measure that with `gshare estimate --measure`, or give a file of rates (see --help)"
+    key = measured.key
+    if gpus != 1:
+        raise UsageError(f"{file}: was measured on one GPU, {run.source} takes {gpus}{instead}")
+    if key.base != base_identity(model_dir):
+        raise UsageError(f"{file}: was measured of another base than {run.model}{instead}")
+    checkpointing = is_checkpointing(run.adapters)
+    if (key.base_dtype, key.checkpointing) != (run.base_dtype, checkpointing):
+        with_it = "with" if key.checkpointing else "without"
+        raise UsageError(f"{file}: was measured in {key.base_dtype}, {with_it} checkpointing{instead}")
+    tokens, longest = largest_pass(run)
+    speed = predicted_speed(
+        ModelShape.of(read_config(model_dir)),
+        run.adapters,
+        measured,
+        base_dtype=run.base_dtype,
+        device="cpu" if key.card == CPU_CARD else "cuda",
+        pass_tokens=tokens,
+        longest_row=longest,
+    )
+    if speed is None:
+        raise UsageError(
+            f"{file}: passes of {tokens:,} tokens are far larger than what was measured{instead}"
+        )
+    return speed
+
+
 def _file_and_gpus(text: str) -> tuple[Path, int]:
     """ "FILE:4" → (FILE, 4); a file of that very name is meant as it stands."""
     path, colon, count = text.rpartition(":")
@@ -120,11 +174,12 @@ def _file_and_gpus(text: str) -> tuple[Path, int]:
     return Path(path), int(count[:9])
 
 
-def _work(path: Path, gpus: int, rate: Callable[[str, Any, int], float], console: Console) -> Work:
+def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
     from gshare.agent.data.prepare import find_model, prepare_requests
 
     name, run, draws = _read(path)
-    speed = rate(run.model, run.base_dtype, gpus)
+    model_dir = find_model(run)
+    speed = rate(run, model_dir, gpus)
     said: set[str] = set()
 
     def say(line: str) -> None:
@@ -134,7 +189,7 @@ def _work(path: Path, gpus: int, rate: Callable[[str, Any, int], float], console
             said.add(of_data)
             console.print(Text(f"{name}: {of_data}"))
 
-    requests = prepare_requests(run, find_model(run), resume=False, say=say)
+    requests = prepare_requests(run, model_dir, resume=False, say=say)
     tokens = draws * sum(training_tokens(request) for request in requests)
     return Work(name, str(path), gpus, draws * len(requests), tokens, speed)
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from gshare.agent.data.prepare import find_model, run_estimate
 from gshare.agent.errors import EXIT_OK, GshareError, UsageError
@@ -37,7 +38,7 @@ from gshare.agent.train.trunk_forecast import Forecast
 from gshare.agent.vram.budget import with_allowance
 from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
 from gshare.cli.gpu_plan import GpuPlan, plan_gpu, request_gpu
-from gshare.cli.streams import stderr_console
+from gshare.cli.streams import progress, stderr_console
 from rich.text import Text
 
 #: More adapters than anybody trains at once; the estimate is a sum over them.
@@ -90,7 +91,8 @@ def estimate(
         options=given(run_flags, adapter_flags),
     )
     plan = plan_gpu(gpu_flags, device)
-    model_dir = find_model(run)
+    # They are all alike: what is wrong with one is said once.
+    model_dir = find_model(msgspec.structs.replace(run, adapters=run.adapters[:1]))
     base = base_identity(model_dir)
     profile, fault = _known(run, base, plan)
     if measure and (again or profile is None):
@@ -98,7 +100,7 @@ def estimate(
             raise GshareError(f"{model_dir}: its weights cannot be told apart from others; nothing is kept")
         if fault:
             stderr_console().print(Text(f"{fault}; measuring again"))
-        profile = _measure(run, model_dir, base, plan, gpu_flags, device)
+        profile = _measure(run, model_dir, base, plan, gpu_flags, device, quiet=json)
     requests = [JobRequest(spec=spec, train_store="", train_hash="") for spec in run.adapters]
     cards = plan.cards if plan is not None else ()
     it = run_estimate(run, model_dir, requests, on_gpu=plan is not None, cards=cards)
@@ -142,8 +144,10 @@ def _measure(
     plan: GpuPlan | None,
     gpu_flags: ReserveFlags,
     device: str,
+    *,
+    quiet: bool,
 ) -> MemoryProfile:
-    """Measured under a reservation, and kept."""
+    """Measured under a reservation, and kept; `quiet`: without saying how far it is."""
     from gshare.agent.service.environment import trainer_environment
     from gshare.cli.gpu_hold import hold_gpu, say
 
@@ -154,7 +158,6 @@ def _measure(
     checkpointing = is_checkpointing(run.adapters)
     task = f"estimate {model_dir.name}"
     tokens, reserve = _reservable(run, model_dir, positions, plan, task)
-    console = stderr_console()
     with hold_gpu(plan, reserve, task, flags=gpu_flags, device=device) as held:
         from gshare.agent.base.device import pick_device
         from gshare.agent.base.load import load_base
@@ -168,7 +171,8 @@ def _measure(
 
         where = pick_device(held.device)
         guard = make_guard(held.reservation, asked=held.device, where=where, may_grow=False, say=say)
-        with console.status(Text("loading the base")) as status, told("the base", guard):
+        with progress(quiet=quiet) as tell, told("the base", guard):
+            tell("loading the base")
             backend = pick_backend(where, plans=cache_dir() / "gemm-plans.json")
             loaded = load_base(model_dir, base_dtype=run.base_dtype, device=where)
             limit = (guard.budget_mb() or 0) << 20
@@ -182,8 +186,8 @@ def _measure(
                 max_tokens=tokens,
                 max_length=positions,
                 limit_bytes=limit,
-                on_progress=lambda what, done, total: status.update(
-                    Text(f"measuring {done + 1} of {total}: {what}" if total else f"measuring {what}")
+                on_progress=lambda what, done, total: tell(
+                    f"measuring {done + 1} of {total}: {what}" if total else f"measuring {what}"
                 ),
             )
         guard.record("measure")

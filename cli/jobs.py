@@ -37,10 +37,11 @@ from gshare.cli.board import columns, number
 from gshare.cli.live import View, make_view
 
 app = App(name="jobs", help="List, follow, stop, pause, resume and clone running jobs, here or on a cluster.")
-app.command("gshare.cli.clone:clone", name="clone", help="Train a changed copy of a job beside it.")
+app.command("gshare.cli.clone:clone", name="clone", help="Train a changed copy of a job.")
 
-#: Ended jobs that `list` shows, the newest ones.
+#: Ended jobs that `list` shows, the newest ones, and for so long.
 ENDED_SHOWN = 20
+ENDED_SECONDS = 24 * 3600.0
 #: A trainer answers `list` at once, even in the middle of a round.
 ANSWER_SECONDS = 5.0
 #: A command is applied between two rounds, and a stop writes a checkpoint.
@@ -69,6 +70,7 @@ class Found:
 def list_jobs(
     *,
     json_lines: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    all_: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False,
     cluster: ClusterFlag = None,
     state_dir: StateDirFlag = None,
 ) -> int:
@@ -77,19 +79,24 @@ def list_jobs(
     Parameters
     ----------
     json_lines
-        One JSON line a job.
+        One JSON line a job, ended ones all.
+    all_
+        All ended ones that are remembered. Without it the newest 20; of this machine's, those of the last
+        day, without completed ones whose directory is gone.
     """
     if cluster is not None:
         from gshare.cli.cluster_jobs import list_cluster_jobs
 
-        return list_cluster_jobs(cluster, state_dir, json_lines=json_lines)
-    found = find_all()
+        return list_cluster_jobs(cluster, state_dir, json_lines=json_lines, all_ended=all_)
+    everything = find_all()
+    found = everything if all_ or json_lines else _recent(everything)
     if json_lines:
         for job in found:
             trainer = job.trainer.name if job.trainer else None
             fields = {**msgspec.to_builtins(job.status), "trainer": trainer}
             print(json.dumps(strict_json(fields), allow_nan=False))
         return EXIT_OK
+    say_left_out(len(everything) - len(found))
     if not found:
         print("no jobs", file=sys.stderr)
         return EXIT_OK
@@ -276,6 +283,29 @@ def fetch(
     return fetch_job(cluster, state_dir, name, kind, to)
 
 
+def _recent(jobs: list[Found]) -> list[Found]:
+    """Those that run, and of the ended ones the newest that are still of use to somebody."""
+    here = [job for job in jobs if job.trainer is not None]
+    since = time.time() - ENDED_SECONDS
+    ended = [job for job in jobs if job.trainer is None and job.ended >= since][:ENDED_SHOWN]
+    # A node's agent removes the directory of an attempt whose result has gone home.
+    return here + [
+        job for job in ended if job.status.state != "completed" or os.path.isdir(job.status.output_dir)
+    ]
+
+
+def say_left_out(count: int) -> None:
+    if count:
+        print(f"{count} ended {'job is' if count == 1 else 'jobs are'} left out; see --all", file=sys.stderr)
+
+
+#: What a command finds done, and says instead of doing nothing in silence.
+_ALREADY: dict[tuple[type, str], str] = {
+    (PauseJobs, "paused"): "paused already",
+    (ResumeJobs, "running"): "running already",
+}
+
+
 def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJobs], done: str) -> int:
     if not names:
         raise UsageError("name at least one job (`gshare jobs` lists them)")
@@ -283,6 +313,9 @@ def _command(names: tuple[str, ...], make: type[StopJobs | PauseJobs | ResumeJob
     for job in found:
         assert job.trainer is not None
         name = job.status.job
+        if (already := _ALREADY.get((make, job.status.state))) is not None:
+            print(f"{name}: {already}", file=sys.stderr)
+            continue
         with connected(job.trainer) as client:
             reply = client.ask(make, jobs=[name], timeout=COMMAND_SECONDS)
         assert isinstance(reply, Done), reply
@@ -374,5 +407,6 @@ def find_all() -> list[Found]:
             if problem:
                 print(problem, file=sys.stderr)
     known = {job.status.job for job in here}
-    ended = [Found(job.status, None, job.ended) for job in finished_jobs() if job.status.job not in known]
-    return here + ended[:ENDED_SHOWN]
+    return here + [
+        Found(job.status, None, job.ended) for job in finished_jobs() if job.status.job not in known
+    ]

@@ -22,6 +22,7 @@ from gshare.agent.report.model import Report, Run, Samples
 from gshare.agent.report.page import render_page
 from gshare.agent.report.read import read_report
 from gshare.agent.report.text import (
+    DEVICE_TIME,
     LEGEND,
     UNKNOWN,
     hyper_text,
@@ -40,9 +41,23 @@ from rich.text import Text
 
 #: Of a table that goes to a file or a pipe: nothing of it is cut or folded.
 WIDE = 10_000
-#: On a terminal that is too narrow these columns go first; `why` folds into so many.
-_LEFT_OUT_FIRST = ("device", "at step", "loss", "ended", "val", "samples")
-_WHY_WIDTH = 24
+#: On a terminal that is too narrow these columns go first, then `why` (it is told in lines below), then the
+#: hyper-parameters, which a sweep's names hold, and at last these.
+_LEFT_OUT_FIRST = ("device time", "at step", "loss", "ended", "val", "samples")
+_LEFT_OUT_LAST = ("saved", "steps")
+#: `why` folds into so many columns: a reason is a sentence.
+_WHY_WIDTH = 32
+#: Titles of hyper-parameters where the whole words take too much.
+_SHORT = {
+    "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulation",
+    "num_train_epochs": "epochs",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "weight_decay": "decay",
+}
 
 
 def report(
@@ -103,11 +118,16 @@ def _print_tables(found: Report) -> None:
     ranked = summary.leaderboard(found.runs)
     table, left_out = fitting_table(ranked, console)
     console.print(table)
+    if "why" in left_out:
+        console.print()
+        for run in ranked:
+            if why := why_text(run):
+                console.print(Text(f"{plain(run.name)}: {why}"))
     if saved := summary.savings(found.runs):
         console.print()
         console.print(savings_table(found, saved))
-    lines = [LEGEND, *summary.notes(found)]
-    if left_out:
+    lines = [LEGEND, *([] if "device time" in left_out else [DEVICE_TIME]), *summary.notes(found)]
+    if left_out := [title for title in left_out if title != "why"]:
         lines.append(f"left out on {console.width} columns: {', '.join(left_out)}")
     console.print()
     for line in lines:
@@ -117,17 +137,26 @@ def _print_tables(found: Report) -> None:
 def fitting_table(ranked: Sequence[Run], console: Console) -> tuple[Table, Sequence[str]]:
     """The table, and the titles of the columns that had no place on this terminal."""
     wide = console.options.update(max_width=WIDE)
-    left_out: Sequence[str] = ()
-    for count in range(len(_LEFT_OUT_FIRST) + 1):
-        left_out = _LEFT_OUT_FIRST[:count]
-        without_why = leaderboard_table(ranked, [*left_out, "why"])
-        if Measurement.get(console, wide, without_why).maximum + _WHY_WIDTH <= console.width:
-            break
-    return leaderboard_table(ranked, left_out), left_out
+
+    def width(left_out: Sequence[str], short: bool) -> int:
+        table = leaderboard_table(ranked, [*left_out, "why"], short=short)
+        needed = Measurement.get(console, wide, table).maximum
+        return needed if "why" in left_out else needed + 2 + _WHY_WIDTH
+
+    keys = summary.differing(ranked)
+    order = (*_LEFT_OUT_FIRST, "why", *reversed(keys), *_LEFT_OUT_LAST)
+    tries = [((), False), *((order[:count], True) for count in range(len(order) + 1))]
+    fitting = next((one for one in tries if width(*one) <= console.width), tries[-1])
+    left_out, short = list(fitting[0]), fitting[1]
+    for title in fitting[0][::-1]:  # a wide column that went last may have made room for narrow ones
+        without = [other for other in left_out if other != title]
+        if title != "why" and width(without, short) <= console.width:
+            left_out = without
+    return leaderboard_table(ranked, left_out, short=short), tuple(left_out)
 
 
-def leaderboard_table(ranked: Sequence[Run], left_out: Sequence[str] = ()) -> Table:
-    """A row a run, the best first."""
+def leaderboard_table(ranked: Sequence[Run], left_out: Sequence[str] = (), *, short: bool = False) -> Table:
+    """A row a run, the best first; `short`: with the short titles of hyper-parameters."""
     table = Table(box=None, pad_edge=False)
     keys = summary.differing(ranked)
     rows = [_cells(place, run, keys) for place, run in enumerate(ranked, start=1)]
@@ -137,7 +166,8 @@ def leaderboard_table(ranked: Sequence[Run], left_out: Sequence[str] = ()) -> Ta
         if title in ("run", "why"):
             table.add_column(title, overflow="fold", min_width=8)
         else:
-            table.add_column(title, justify="left" if title in ("state", "ended") else "right")
+            shown = _SHORT.get(title, title) if short else title
+            table.add_column(shown, justify="left" if title in ("state", "ended") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for title, cell in row.items() if title not in left_out))
     return table
@@ -155,7 +185,7 @@ def _cells(place: int, run: Run, keys: Sequence[str]) -> dict[str, str]:
         "steps": steps_text(run),
         "samples": samples_text(run.samples),
         "saved": samples_text(run.saved) if run.pattern else "",
-        "device": seconds_text(run.seconds),
+        "device time": seconds_text(run.seconds),
         "state": run.state,
         "why": why_text(run),
         "ended": time_text(run.ended),
@@ -165,8 +195,10 @@ def _cells(place: int, run: Run, keys: Sequence[str]) -> dict[str, str]:
 def savings_table(found: Report, saved: list[summary.Saving]) -> Table:
     """A row a pattern, and all of them together out of the full search."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("ended by")
-    for title in ("runs", "samples trained", "samples saved", "of the full search", "length not known"):
+    table.add_column("ended by", no_wrap=True)
+    titles = ["runs", "samples trained", "samples saved", "of the full search"]
+    all_known = not any(one.unknown for one in saved)
+    for title in titles if all_known else [*titles, "length not known"]:
         table.add_column(title, justify="right")
     full = summary.full_length(found.runs)
 
@@ -178,8 +210,8 @@ def savings_table(found: Report, saved: list[summary.Saving]) -> Table:
         exact = all(one.exact for one in parts)
         unknown = sum(one.unknown for one in parts)
         cells = [name, str(sum(one.runs for one in parts)), f"{sum(one.trained for one in parts):,}"]
-        cells += [samples_text(Samples(count, exact)), share(count), str(unknown) if unknown else ""]
-        table.add_row(*map(Text, cells))
+        cells += [samples_text(Samples(count, exact)), share(count)]
+        table.add_row(*map(Text, cells if all_known else [*cells, str(unknown) if unknown else ""]))
 
     for one in saved:
         row(one.pattern, [one])

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,6 +61,23 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=not sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Takes what is done now, for work of minutes: one line that changes on a terminal, else a line each.
+
+    `quiet`: nothing is shown.
+    """
+    if quiet:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        from rich.text import Text
+
+        with stderr_console().status(Text("")) as status:
+            yield lambda text: status.update(Text(text))
+    else:
+        yield say
 
 
 def say(text: str) -> None:

@@ -21,6 +21,7 @@ from gshare.cli.finetune_flags import AdapterFlags, RunFlags, given
 from gshare.cli.prepare import read_spec
 
 if TYPE_CHECKING:
+    from gshare.agent.jobs.spec import RunSpec
     from gshare.coordinator.api_protocol import Submitted
     from gshare.coordinator.main import Options
 
@@ -68,13 +69,18 @@ def submit(
     accept_new
         Trust host keys that are seen for the first time, if the coordinator has to be started.
     """
-    from gshare.coordinator.config import load_cluster
-    from gshare.coordinator.submission import build_submission, check_model
-
     run = read_spec(model, adapter, adapters_config, given(run_flags, adapter_flags))
     if not run.adapters:
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     options = options_of(cluster, state_dir, accept_new=accept_new)
+    return submit_run(run, options, watch=watch, json_lines=json)
+
+
+def submit_run(run: RunSpec, options: Options, *, watch: bool, json_lines: bool) -> int:
+    """Hand `run` to the coordinator, which is started where none runs; with `watch` followed to its end."""
+    from gshare.coordinator.config import load_cluster
+    from gshare.coordinator.submission import build_submission, check_model
+
     check_model(run.model, load_cluster(options.cluster))
     for spec in run.adapters:
         record = RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec)
@@ -90,7 +96,7 @@ def submit(
 
     outputs = [(spec.name, spec.output_dir) for spec in run.adapters]
     since = submitted.journal_id, submitted.after_seq
-    return watch_jobs(options.state_dir, outputs, json_lines=json, since=since)
+    return watch_jobs(options.state_dir, outputs, json_lines=json_lines, since=since)
 
 
 def _send(options: Options, fields: dict[str, Any]) -> Submitted:

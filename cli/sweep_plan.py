@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gshare.agent.data.work import Work
@@ -20,6 +20,9 @@ from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
 from gshare.cli.sweep_memory import Memory
+
+#: A sweep of hundreds has as many sets: beyond this nobody reads them.
+SETS_SHOWN = 30
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
         f"{len(plan.trials)} configurations, {most} at once at most; largest set {widest.memory_mb:,} MiB of "
         f"{plan.budget_mb:,}"
     )
+    print("\n".join(_together(plan.stages)))
     if spec.sampled is not None:
         print(
             f"the first {len(plan.trials)} of {spec.sampled.n_trials}; the others are drawn from their losses"
@@ -135,6 +139,20 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
         else "not known; --tokens-per-second says how fast it trains"
     )
     print(f"time: {time}", flush=True)
+
+
+def _together(stages: Sequence[Stage]) -> list[str]:
+    """Who trains beside whom, in turn: a line a set; one that goes on with the same members is one."""
+    sets: list[Stage] = []
+    for stage in stages:
+        goes_on = bool(sets) and sets[-1].names == stage.names
+        before = sets.pop().tokens if goes_on else 0.0
+        sets.append(replace(stage, tokens=before + stage.tokens))
+    lines: list[tuple[str, ...]] = [("", "MiB", "tokens", "train together")]
+    for number, stage in enumerate(sets[:SETS_SHOWN], start=1):
+        lines.append((str(number), f"{stage.memory_mb:,}", f"{stage.tokens:,.0f}", ", ".join(stage.names)))
+    left = len(sets) - SETS_SHOWN
+    return columns(lines) + ([f"and {left} sets more; --json has them all"] if left > 0 else [])
 
 
 def _as_json(

@@ -94,6 +94,15 @@ async def _run(options: Options, config: ClusterConfig, store: Store) -> int:
     loop.add_signal_handler(signal.SIGTERM, leave, EXIT_SIGTERM)
     loop.add_signal_handler(STOP_SIGNAL, leave, EXIT_OK)
     tell("info", f"coordinator {os.getpid()} of {len(config.nodes)} nodes, state in {options.state_dir}")
+    expected, named = options.expect_workers, len(config.nodes)
+    if expected > named:  # others may dial in: no reason to refuse
+        tell(
+            "warning",
+            f"--expect-workers {expected}, but {options.cluster} names {named} nodes: waiting "
+            f"{options.expect_seconds:.0f} s for {expected - named} more to dial in (`gshare agent "
+            "--coordinator USER@HOST` there); add them to the file if they are reached from here, or expect "
+            "fewer",
+        )
     await coordinator.run(stop)
     tell("info", "the coordinator leaves; jobs run on, and the next start goes on with them")
     return code

@@ -64,6 +64,7 @@ from gshare.coordinator.leaderboard import ranked, row_of
 from gshare.coordinator.left_behind import where_instead
 from gshare.coordinator.link import AgentLink, LinkGone, LinkLate, LinkRefused
 from gshare.coordinator.orders import checkpoint_refs, facts_of, orders_of, read_order
+from gshare.coordinator.past_samples import samples_at_home
 from gshare.coordinator.results import Result, place_results
 from gshare.coordinator.session import NodeSession
 from gshare.coordinator.store import Store
@@ -257,6 +258,8 @@ class Requests:
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
                 else:
+                    if job.wish == "pause":
+                        told[name] = "paused already" if job.state == "paused" else "told to pause already"
                     wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
@@ -341,20 +344,35 @@ class Requests:
         return JobEvaluations(reply_to=request.id, evaluations=found)
 
     async def _samples(self, request: ReadJobSamples) -> JobSamples:
+        """From the node; from home where it is away, has forgotten the job, or has not begun it again yet."""
         job = self._job(request.job)
-        node, link = self._link_of(job)
-        got = await _asked(
-            f"job {request.job}: node {node}",
-            link.ask(
-                Samples,
-                ReadSamples,
-                job=request.job,
-                attempt=job.attempt,
-                after_step=request.after_step,
-                limit=request.limit,
-            ),
+        away: GshareError | None = None
+        got = Samples(reply_to=0, lines=[])
+        if not job.published:
+            try:
+                node, link = self._link_of(job)
+                got = await _asked(
+                    f"job {request.job}: node {node}",
+                    link.ask(
+                        Samples,
+                        ReadSamples,
+                        job=request.job,
+                        attempt=job.attempt,
+                        after_step=request.after_step,
+                        limit=request.limit,
+                    ),
+                )
+            except GshareError as error:
+                away = error
+        if got.lines:
+            return JobSamples(reply_to=request.id, lines=got.lines, more=got.more)
+        home = await asyncio.to_thread(
+            samples_at_home, job, self._it.home.blobs, request.after_step, request.limit
         )
-        return JobSamples(reply_to=request.id, lines=got.lines, more=got.more)
+        if home is None and away is not None:
+            raise away
+        lines, more = home or ([], False)
+        return JobSamples(reply_to=request.id, lines=lines, more=more)
 
     async def _fetch(self, request: FetchJob) -> Fetched:
         """From the node; a checkpoint that is at home already, from there when the node is away."""

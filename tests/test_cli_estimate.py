@@ -208,7 +208,7 @@ def test_without_a_measurement_it_is_by_part(model: Path, run: Callable[..., tup
     [
         (["--count", "0"], "--count 0: must be from 1 to 4096"),
         (["--again"], "--again is for --measure"),
-        (["--max-length", "100000"], "max_length"),
+        (["--max-length", "100000", "--count", "8"], "max_length"),
         (["--r", "0"], "r"),
     ],
 )
@@ -218,6 +218,7 @@ def test_bad_input_is_one_message(
     code, out, err = run("--model", str(model), *arguments, "--device", "cpu")
     assert code == 2
     assert says in err
+    assert err.count("\n") == 1, "once, however many adapters are alike"
     assert not out
     assert "Traceback" not in err
 
@@ -234,6 +235,8 @@ def test_measured_once_kept_used_and_measured_again_when_damaged(
     assert "measured: 6 configurations on cpu, 0 did not fit" in out
     assert "model of 6 measured configurations" in out
     assert "tokens/s" in out
+    for said in ("measuring whether 4 rows of 32 tokens fit", "measuring 1 of 6: ", "measuring 6 of 6: "):
+        assert said in err
     (path,) = profile_dir().iterdir()
     assert str(path) in err
 
@@ -249,6 +252,9 @@ def test_measured_once_kept_used_and_measured_again_when_damaged(
     code, out, err = run(*flags)
     assert (code, path.read_bytes()) == (0, before[:100])
     assert "not as measured" in out
+    code, out, err = run(*flags, "--measure", "--again", "--json")
+    assert (code, "of 6: " in err) == (0, False), "who reads JSON reads no progress"
+    path.write_bytes(before[:100])
     code, out, err = run(*flags, "--measure")
     assert code == 0
     assert f"{path}: " in err

@@ -129,7 +129,8 @@ def test_a_detached_clone_is_listed_and_lives_on(parent: Popen[str]) -> None:
         (["a", "--warm", "--set", "output_dir=taken"], "start: is there already"),
         (["a", "--warm", "--set", "output_dir=out/a"], "lie one inside the other"),
         (["a", "--warm", "--set", "output_dir=out/a/b"], "lie one inside the other"),
-        (["a", "--warm", "--cluster", "cluster.toml"], "for jobs of this machine for now"),
+        (["a", "--warm", "--cluster", "cluster.toml"], "a clone on a cluster is cold"),
+        (["a", "--vram", "8", "--cluster", "cluster.toml"], "a flag of the GPU is for jobs of this machine"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_and_nothing_is_written(
@@ -162,23 +163,44 @@ def test_a_trainer_that_nobody_joins_has_no_clones(tmp_path: Path) -> None:
     own.communicate(timeout=60)
 
 
-def test_a_job_that_has_ended_with_its_trainer_is_not_cloned_but_one_whose_trainer_lives_is_cold(
-    parent: Popen[str],
+def test_a_job_that_has_ended_is_cloned_in_the_trainer_that_it_had(parent: Popen[str]) -> None:
+    done = start(*flags("d", SHORT))
+    done.communicate(timeout=60)
+    (trainer,) = registry.live_trainers()
+    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
+    assert code == 0, err
+    assert f"joins trainer {trainer.name}" in err
+    assert weights("e") == weights_after("e", 9)
+    code, _, err = gshare("jobs", "clone", "d", "--warm", "--name", "f")  # straw saves no real checkpoint
+    assert code == 2
+    assert "no whole checkpoint of d is there; leave --warm out" in err
+    assert not Path("out/f").exists()
+
+
+def test_with_its_trainer_gone_too_a_clone_is_a_run_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done = start(*flags("d", SHORT))
     done.communicate(timeout=60)
-    code, _, err = gshare("jobs", "clone", "d", "--warm")
-    assert code == 2
-    assert "job d has ended (completed): only a cold clone" in err
-    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
-    assert code == 0, err
-    assert weights("e") == weights_after("e", 9)
-
-
-def test_with_its_trainer_gone_too_there_is_none_to_join() -> None:
-    done = start(*flags("d", SHORT))
-    done.communicate(timeout=60)
     wait_for(lambda: not list(registry.trainer_dirs()))
-    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3")
+    code, out, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3")
+    assert code == 0, err
+    assert "the trainer of d has ended: its clone is a run of its own" in err
+    assert "d-clone" in out
+    assert weights("d-clone") == weights_after("d-clone", 9)
+    record = read_record(Path("out/d-clone"))
+    assert record is not None
+    assert record.spec.learning_rate == 1e-3
+    code, _, err = gshare("finetune", "--resume", "--adapters-config", "out/d-clone/clone.toml")
+    assert code == 0, err
+
+    monkeypatch.setenv("STRAW_BASE", str(make_base(Path("other"), b"other weights")))
+    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
     assert code == 2
-    assert "has ended (completed) and so has its trainer" in err
+    assert "is not the model any more that d was trained on" in err
+    assert not Path("out/e").exists()
+    monkeypatch.setenv("STRAW_BASE", "base")
+    Path("out/d/run.json").unlink()
+    code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
+    assert code == 1
+    assert "run.json: not the record of job d" in err

@@ -134,3 +134,27 @@ def test_cloned_killed_and_resumed_every_byte_is_that_of_a_run_alone(tiny_checkp
     assert differing("shared/b", "cold/b") == list(FILES)  # the control
     lines = [json.loads(line) for line in Path("shared/b/metrics.jsonl").read_text().splitlines()]
     assert any(line.get("adapters_in_pass") == 2 for line in lines), "no pass held both: this proves nothing"
+
+
+def test_a_warm_clone_of_a_job_that_has_ended_starts_from_what_it_saved_last(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FLAGS, "max-steps", 12)
+    finish(finetune(tiny_checkpoint, "runs"))
+    deadline = time.monotonic() + 60
+    while registry.live_trainers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    b = ["jobs", "clone", "a", "--warm", "--set", "learning_rate=1e-3", "--set", "max_steps=6", "--name", "b"]
+    assert "its clone is a run of its own" in finish(gshare(*b))
+    start, last = Path("runs/b/start"), Path("runs/a/checkpoint-12")
+    weights = "adapter_model.safetensors"
+    assert (start / weights).read_bytes() == (last / weights).read_bytes()
+    record = json.loads(Path("runs/b/run.json").read_text())
+    assert (record["start"]["parent"], record["start"]["step"]) == ("a", 12)
+    alone("runs/b", "alone/b")
+    same = [weights, "checkpoint-6/optimizer.safetensors"]
+    assert [Path("runs/b", file).read_bytes() == Path("alone/b", file).read_bytes() for file in same] == [
+        True
+    ] * 2
+    alone("runs/b", "cold/b", weights=False)
+    assert Path("runs/b", weights).read_bytes() != Path("cold/b", weights).read_bytes()  # the control

@@ -10,12 +10,15 @@ import pytest
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.data.prepare import prepare_requests
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.memory_profile import make_profile, profile_key, write_profile
 from gshare.agent.jobs.spec_file import load_run_spec
+from gshare.agent.service.base_identity import base_identity
 from gshare.agent.train.job_data import JobData
 from gshare.cli.cluster_plan import training_tokens
 from gshare.cli.main import main
 from gshare.coordinator.plan import MAX_DURATION_MS
 from gshare.coordinator.throughput import duration_ms, read_profile
+from measured_points import points
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +218,41 @@ def test_a_profile_of_another_kind_or_size_is_refused(here: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(UsageError, match=part):
             read_profile(file)
+
+
+def measured(model: Path, *, base: str | None = None, base_dtype: str = "fp32") -> str:
+    """A file as `gshare estimate --measure` keeps one: 0.1 ms a token."""
+    key = profile_key(
+        base or base_identity(model) or "", base_dtype=base_dtype, card="cpu", checkpointing=False
+    )
+    it = make_profile(key, points(), length=256, largest_batch=64, limit_bytes=0)
+    return str(write_profile(Path("measured"), it))
+
+
+def test_what_estimate_has_measured_is_a_rate(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = plan(capsys, run_file("a", model), "--gpus", "1", "--profile", measured(model))
+    assert told["tasks"][0]["tokens_per_second"] == pytest.approx(10_000, rel=0.01)  # type: ignore[index]
+
+
+def test_what_estimate_has_measured_is_of_one_base_dtype_and_gpu(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_file("a", model)
+    damaged = Path("damaged.json")
+    damaged.write_text('{"points": [], "key": 1}')
+    for sweep, profile_file, part in (
+        (file, measured(model, base="another"), "was measured of another base"),
+        (file, measured(model, base_dtype="bf16"), "was measured in bf16, without checkpointing"),
+        (f"{file}:2", measured(model), "was measured on one GPU"),
+        (file, str(damaged), "`gshare estimate --measure` mends its own"),
+    ):
+        assert main(["cluster", "plan", sweep, "--gpus", "2", "--profile", profile_file]) == 2
+        said = capsys.readouterr().err
+        assert part in said
+        assert profile_file in said
+        assert said.count("gshare: ") == 1
 
 
 def test_which_rate_is_taken(here: Path) -> None:

@@ -78,7 +78,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     assert watch.returncode == 130, err
     assert "left 1 job running" in err
     events = [json.loads(line) for line in out.splitlines()]
-    assert [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"][-1] == "completed"
+    states = [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"]
+    assert (states[-1], states.count("completed")) == ("completed", 1)
     assert cluster.jobs()["long"].state == "running"
     assert cluster.adapter("brief").decode() == weights_after("brief", 6)
 
@@ -91,6 +92,13 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     assert {row["job"] for row in status["leaderboard"]} == {"long", "brief"}
     table = cluster.gshare("jobs", "list")
     assert "completed" in table.stdout, table.stderr
+
+    cloned = cluster.gshare("jobs", "clone", "brief", "--set", "learning_rate=1e-3", "--detach")
+    assert (cloned.returncode, cloned.stdout) == (0, "brief-clone\n"), cloned.stderr
+    cluster.until_ended("brief-clone")
+    assert cluster.adapter("brief-clone").decode() == weights_after("brief-clone", 6)
+    record = json.loads((cluster.root / "out" / "brief-clone" / "run.json").read_text())
+    assert record["spec"]["learning_rate"] == 1e-3
 
     second = cluster.gshare("coordinator")
     assert second.returncode == 75
@@ -106,6 +114,8 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
 
     assert cluster.gshare("jobs", "pause", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "paused")
+    again = cluster.gshare("jobs", "pause", "long")
+    assert (again.returncode, again.stderr) == (0, "long: paused already\n")
     assert cluster.gshare("jobs", "resume", "long").returncode == 0
     cluster.until(lambda: cluster.jobs()["long"].state == "running")
     alone = _jobs_of_this_machine("stop", "long")
@@ -184,8 +194,13 @@ def _check_left_behind(cluster: LocalCluster) -> None:
 def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_directories: None) -> None:
     cluster = LocalCluster(tmp_path / "it")
     cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
+    more = cluster.gshare("coordinator", "--expect-workers", "3", "--timeout", "1")
+    assert more.returncode == 75, more.stderr
+    said = "names 1 nodes: waiting 1 s for 2 more to dial in"
+    assert said in more.stderr.splitlines()[1], "before the wait, not after it"
     done = cluster.gshare("coordinator", "--expect-workers", "1", "--timeout", "2")
     assert done.returncode == 75, done.stderr
+    assert "to dial in" not in done.stderr
     assert "0 of 1 workers are ready" in done.stderr
     assert "far: new" in done.stderr
     assert "127.0.0.1" in done.stderr

@@ -199,8 +199,10 @@ def test_detached_jobs_go_on_and_are_followed_and_stopped_by_name() -> None:
     assert following.stderr is not None
     while "b: step" not in (line := following.stderr.readline()):
         assert line
-    assert gshare("jobs", "pause", "a")[0] == 0
-    assert gshare("jobs", "resume", "a")[0] == 0
+    assert gshare("jobs", "pause", "a")[::2] == (0, "a: paused\n")
+    assert gshare("jobs", "pause", "a")[::2] == (0, "a: paused already\n")
+    assert gshare("jobs", "resume", "a")[::2] == (0, "a: resumed\n")
+    assert gshare("jobs", "resume", "a")[::2] == (0, "a: running already\n")
     assert gshare("jobs", "stop", "a", "b")[0] == 0
     out, err = following.communicate(timeout=30)
     assert following.returncode == 130

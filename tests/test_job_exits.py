@@ -175,6 +175,22 @@ def test_resumed_after_its_pause_it_has_the_bytes_of_a_plain_run(
     assert losses[0] == losses[1]
 
 
+def test_resumed_to_a_later_pause_it_pauses_there_too_and_has_the_bytes_of_a_plain_run(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path
+) -> None:
+    runner, events = _pause_and_resume(tiny_checkpoint, base, tmp_path / "paused", pause_at=4)
+    runner.resume("a", 7)
+    _run(runner)
+    assert (_last(events).state, _last(events).step) == ("paused", 7)
+    assert [event.step for event in events if isinstance(event, Evaluated)] == [3, 4, 6, 7]
+    runner.resume("a", 0)
+    _run(runner)
+    runner.close()
+    _together(tiny_checkpoint, base, [_job(tmp_path / "plain", max_steps=8, eval_steps=3)])
+    one, other = (tmp_path / where / "a" / WEIGHTS for where in ("paused", "plain"))
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_killed_at_its_pause_it_pauses_there_again_without_a_step(
     tiny_checkpoint: Path, base: Base, tmp_path: Path
 ) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from gshare.agent.service import registry
+from gshare.agent.service.joining import looking
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -60,3 +63,25 @@ def test_with_no_join_a_run_has_its_own() -> None:
     assert "a trainer loads fake" in err
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
+
+
+def test_the_lock_of_a_search_leaves_no_file_and_holds_out_all_others(tmp_path: Path) -> None:
+    """Each of many threads finds the shared list empty: whoever removed the file has let in one at a time."""
+    inside: list[int] = []
+    seen: list[int] = []
+
+    def search(number: int) -> None:
+        for _ in range(20):
+            with looking("key"):
+                inside.append(number)
+                seen.append(len(inside))
+                time.sleep(0.0005)
+                inside.remove(number)
+
+    threads = [threading.Thread(target=search, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == [1] * 120
+    assert list((registry.runtime_dir() / "joins").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.jobs.spec_file import load_run_spec
 from gshare.cli.main import COMMANDS
+from gshare.coordinator.throughput import read_profile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,6 +64,20 @@ def test_the_shown_defaults_are_the_defaults() -> None:
     unshown = set(real) - set(shown) - {"name", "data", "output_dir", "val_data", "lora_alpha", "seed"}
     layers = {"layers_to_transform", "layers_pattern"}
     assert unshown == {"data_format", *layers, "adam_beta1", "adam_beta2", "adam_epsilon"}
+
+
+def test_the_keys_of_early_exit_are_all_there_with_their_defaults() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `([\w.]+)` \|", README.split("| key of `[early_exit]`")[1], re.MULTILINE
+    )
+    real = {field.name: field.default for field in msgspec.structs.fields(EarlyExit)}
+    assert {key: json.loads(value) for key, value in rows[: len(real)]} == real
+
+
+def test_its_profile_of_rates_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(block("json", '"rates"'), encoding="utf-8")
+    assert read_profile(file).tokens_per_second("meta-llama/Llama-3.1-8B", "nf4", 1) == 15244
 
 
 def test_its_commands_exist() -> None:

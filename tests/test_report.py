@@ -131,6 +131,22 @@ def test_a_resumed_run_is_no_longer_stopped_and_one_that_lost_its_trainer_is_not
     assert runs["b"]["samples_saved"] is runs["c"]["samples_saved"] is None
 
 
+def test_a_configuration_that_ended_with_its_sweep_s_ctrl_c_is_stopped_as_the_list_of_jobs_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_a_sweep(tmp_path / "s")
+    with DecisionLog(root) as log:
+        for job in ("b", "c"):
+            log.append(Decision(time=1.9e9, job=job, event="resumed"))
+    finished(root / "b", "stopped", 41, "client left")
+    runs = by_name(report_json(root, capsys))
+    assert (runs["b"]["state"], runs["b"]["pattern"]) == ("stopped", "")
+    assert runs["b"]["ended"] is not None
+    assert runs["b"]["reason"] == "client left; gshare sweep --resume goes on"
+    assert runs["b"]["samples_saved"] is None, "nothing was saved: it goes on"
+    assert runs["c"]["state"] == "unknown"  # the control: nothing says how it ended
+
+
 def test_damaged_decisions_and_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     root = write_a_sweep(tmp_path / "s")
     with open(root / "decisions.jsonl", "a") as file:
@@ -474,13 +490,32 @@ def test_on_a_narrow_terminal_columns_go_and_numbers_stay_whole(tmp_path: Path) 
     assert [column.header for column in wide.columns][-1] == "ended"
     console = Console(width=100, file=io.StringIO())
     table, left_out = fitting_table(ranked, console)
-    assert "device" in left_out
+    assert "device time" in left_out
     assert "best val" not in left_out
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 100
     assert any("1.0000" in line and "100/100" in line and "completed" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_where_there_is_no_room_the_reasons_stand_below_and_no_number_or_title_is_cut(
+    tmp_path: Path, width: int
+) -> None:
+    ranked = summary.leaderboard(read_report(write_a_sweep(tmp_path / "s")).runs)
+    for run in ranked:
+        run.name = f"lr{run.name}-r16-b4"
+    console = Console(width=width, file=io.StringIO())
+    table, left_out = fitting_table(ranked, console)
+    assert "why" in left_out
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 1 + len(ranked), "a row is a line"
+    assert "…" not in console.file.getvalue()
+    assert "1.0000" in lines[1]
+    assert "best val" in lines[0]
 
 
 # ---------------------------------------------------------------------- parts

@@ -421,6 +421,25 @@ def test_a_trainer_killed_from_outside_costs_nothing(tmp_path: Path) -> None:
         assert weights(request) == weights_after(request.spec.name, 150)
 
 
+@pytest.mark.parametrize("second", [6, 0])
+def test_a_job_that_has_paused_goes_on_to_the_next_step_it_is_told(tmp_path: Path, second: int) -> None:
+    """In the trainer that it paused in: what that was told first must not be all."""
+    request = msgspec.structs.replace(job("a", tmp_path, "steps=9,sleep=0.01"), pause_at=3)
+    later = [second, 0]
+    paused: list[int] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, JobChanged) and event.state == "paused":
+            paused.append(event.step)
+            supervisor.go_on(msgspec.structs.replace(request, pause_at=later[len(paused) - 1]))
+
+    supervisor = Supervisor(config=CONFIG, requests=[request], on_event=on_event)
+    assert supervisor.run() == 0
+    assert paused == [3, *([second] if second else [])]
+    assert len(supervisor.logs) == 1, "one trainer had it all the time"
+    assert weights(request) == weights_after("a", 9)
+
+
 def test_durable_events_are_not_lost_in_a_crash(tmp_path: Path) -> None:
     """What the journal holds and the socket never sent still comes, once."""
     requests = [

@@ -17,7 +17,7 @@ FROZEN = {
     "submit": "id jobs",
     "stop": "id jobs reason",
     "pause": "id jobs",
-    "resume": "id jobs",
+    "resume": "id jobs pause_at",
     "take_weights": "id job directory",  # added, with its answer; who never asks does not meet them
     "weights_taken": "reply_to start",
     "list": "id",

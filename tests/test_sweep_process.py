@@ -281,6 +281,9 @@ def test_a_plan_trains_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert plan["tokens"] / plan["tokens_in_full"] == pytest.approx(100 / 160, rel=0.02)
     assert plan["seconds"] == pytest.approx(plan["tokens"] / 100)
     assert not (path.parent / "out").exists()
+    out, _ = _run("sweep", "plan", str(path))
+    rows = [line.split("  ")[-1].strip() for line in out.partition("train together\n")[2].splitlines()[:3]]
+    assert rows == [", ".join(stage["names"]) for stage in plan["stages"]]
     out, _ = _run("sweep", "plan", str(path), "--vram", "2GiB")
     assert "time: not known; --tokens-per-second says how fast it trains" in out
     _, err = _run("sweep", "plan", str(path), "--tokens-per-second", "0", code=2)

@@ -51,6 +51,20 @@ def record(path: Path, frames: list[f.Frame]) -> Path:
     return path
 
 
+def test_numbers_beyond_64_bits_end_neither_dashboard_nor_recording(tmp_path: Path) -> None:
+    """JSON files of runs may hold such, MessagePack cannot."""
+    hyper = f.hyper_of({"seed": 10**30, "r": 8})
+    assert hyper == {"seed": str(10**30), "r": 8}
+    frames: list[f.Frame] = [
+        f.Snapshot(**at(0.0), jobs=(f.JobView(job="a", state="running", hyper=hyper),)),
+        f.JobState(**at(1.0), job="a", state="running", step=2**70),
+        f.Evaluation(**at(2.0), job="a", step=3, val_loss=0.5),
+    ]
+    recording = r.Recording(record(tmp_path / "x.gshare", frames))
+    job = state_at(recording, 3.0).jobs["a"]
+    assert (job.hyper["seed"], job.step, job.val.steps()) == (str(10**30), None, [3])
+
+
 def shown(state: State) -> list[Any]:
     """All of it but what only the source's last words differ in."""
     return [msgspec.to_builtins(frame) for frame in state.dump(0.0, 0.0)]

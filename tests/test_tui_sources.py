@@ -35,6 +35,7 @@ from gshare.coordinator.api_protocol import (
     NodeRows,
 )
 from gshare.tui import frames as f
+from gshare.tui import run_source
 from gshare.tui.agent_source import AgentSource, parse_address
 from gshare.tui.coordinator_source import CoordinatorSource
 from gshare.tui.finding import find_source
@@ -148,6 +149,7 @@ def test_who_comes_later_sees_how_it_is_and_is_told_what_was(tmp_path: Path) -> 
                 assert w.state.jobs["one"].val.steps() == [2, 4, 6]  # by history
                 await w.source.ask_history("one")
                 assert w.state.jobs["one"].val.steps() == [2, 4, 6]
+                assert w.state.jobs["one"].train.steps() == [1, 2, 3, 4, 5, 6], "its node has forgotten it"
                 files = await w.source.list_files("one")
                 assert "adapter_model.safetensors" in {row.name for row in files}
 
@@ -421,6 +423,58 @@ def test_damaged_lines_and_files_of_a_run_are_left_out(tmp_path: Path) -> None:
             await w.until(lambda: job.step == 4)
             assert (job.train.steps(), job.best_val_loss) == ([1, 2, 3, 4], 0.5)
             assert w.state.jobs["b"].model == "m"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_pipes_and_endless_files_in_a_run_are_not_waited_for_nor_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        out = tmp_path / "out"
+        for run, name in (("a", "metrics.jsonl"), ("b", "run.json"), ("c", ".lock")):
+            (make_run(out / run, 3) / name).unlink(missing_ok=True)
+            os.mkfifo(out / run / name)
+        endless = make_run(out / "endless", 3)
+        (endless / "best").mkdir()
+        for name in ("metrics.jsonl", "run.json", "best/metadata.json"):
+            (endless / name).unlink(missing_ok=True)
+            (endless / name).symlink_to("/dev/zero")
+        make_run(out / "whole", 3)
+        async with watching(RunSource(out)) as w:
+            await w.until(lambda: w.live)
+            known = {name for name, job in w.state.jobs.items() if job.model == "m"}
+            assert (known, len(w.state.jobs)) == ({"a", "c", "whole"}, 5)
+            assert w.state.jobs["endless"].train.steps() == []
+            with pytest.raises(GshareError, match="is no regular file"):
+                await w.source.read_log(job="endless")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_source, "READ_BYTES", 1000)
+    monkeypatch.setattr(run_source, "MAX_LINE_BYTES", 400)
+    run = run_source._Run(make_run(tmp_path / "a", 1), "a")
+    (run.directory / "metrics.jsonl").write_text("x" * 5000 + "\n" + step(7))
+    while not run.step:
+        assert len(run.rest) <= 400
+        run.read()
+    assert run.step == 7
+
+
+def test_the_log_of_a_run_is_for_people(tmp_path: Path) -> None:
+    async def main() -> None:
+        run = make_run(tmp_path / "a", 2)
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(line("step", 3, loss="nan", learning_rate=2e-4, grad_norm=1.5, adapters_in_pass=4))
+            file.write("torn {")
+        async with watching(RunSource(run)) as w:
+            await w.until(lambda: w.live)
+            assert (await w.source.read_log(job="a")).splitlines() == [
+                "step 1 of 50  loss 1.0000  0.1 s",
+                "step 2 of 50  loss 0.5000  0.1 s",
+                "step 2  val loss 0.5000  (best)",
+                "step 3  loss nan  grad norm 1.5  lr 0.0002  4 in the pass",
+            ]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

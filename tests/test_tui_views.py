@@ -13,12 +13,13 @@ from gshare.agent.errors import GshareError, UsageError
 from gshare.tui import frames as f
 from gshare.tui import settings as settings_file
 from gshare.tui.app import SOON_SECONDS, make_app
+from gshare.tui.screens import adapter
 from gshare.tui.settings import Settings
 from gshare.tui.themes import MONO, NAMES, PALETTES, THEMES, palette_of
 from gshare.tui.widgets.job_table import JobTable
 from gshare.tui.widgets.lines import Lines
 from rich.style import Style
-from scripted_source import AT, NOW, ScriptedSource, live
+from scripted_source import AT, NOW, ScriptedSource, lab, live
 from textual.color import Color
 
 
@@ -164,6 +165,22 @@ def test_the_adapter_page_has_everything_of_it() -> None:
             ):
                 assert part in d.text
             assert "history support" in d.source.asked
+
+    asyncio.run(run())
+
+
+def test_the_adapter_page_opened_before_anything_is_known_asks_for_the_curve_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter, "LOG_SECONDS", 0.05)
+
+    async def run() -> None:
+        async with driven(ScriptedSource([]), size=(160, 60)) as d:
+            await d.press("4")
+            await d.say(*lab())
+            await d.until(lambda: "history support" in d.source.asked)
+            await d.until(lambda: d.source.asked.count("log support") > 2)
+            assert d.source.asked.count("history support") == 1
 
     asyncio.run(run())
 

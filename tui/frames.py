@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.node.protocol import NodeInfo
 
@@ -246,6 +247,8 @@ def hyper_of(spec: AdapterSpec | Mapping[str, Any]) -> dict[str, HyperValue]:
             continue
         if isinstance(value, list | tuple):
             found[name] = " ".join(str(part) for part in value)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+            found[name] = shorten(value)  # JSON has such; MessagePack, and so a recording, has not
         elif value is None or isinstance(value, str | int | float | bool):
             found[name] = value
     return found

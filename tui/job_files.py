@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 from gshare.agent.errors import GshareError
@@ -14,6 +16,8 @@ from gshare.tui.source import FileRow
 
 #: Of one listing; a run has a few dozen.
 MAX_FILES = 500
+#: Of run.json or metadata.json, which have some KB.
+MAX_JSON_BYTES = 1 << 20
 #: A step of a curve. JSON has whole numbers of any length: one of 400 digits is no float, nor MessagePack.
 Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -48,6 +52,27 @@ def read_line(line: str | bytes) -> MetricsLine | None:
         return _LINE.decode(line)
     except (msgspec.MsgspecError, RecursionError):
         return None
+
+
+def line_text(line: MetricsLine) -> str:
+    """A line of metrics.jsonl for people, as a trainer's log tells it."""
+    total = f" of {line.total_steps}" if line.total_steps else ""
+    parts = [f"step {line.step}{total}"]
+    if line.type == "eval":
+        best = "  (best)" if line.best else ""
+        return f"{parts[0]}  val loss {as_number(line.val_loss):.4f}{best}"
+    if line.type != "step":
+        return f"{parts[0]}  {line.type}"
+    parts.append(f"loss {as_number(line.loss):.4f}")
+    if line.grad_norm is not None:
+        parts.append(f"grad norm {as_number(line.grad_norm):.4g}")
+    if line.learning_rate is not None:
+        parts.append(f"lr {line.learning_rate:.3g}")
+    if line.seconds is not None:
+        parts.append(f"{line.seconds:.3g} s")
+    if line.adapters_in_pass is not None and line.adapters_in_pass > 1:
+        parts.append(f"{line.adapters_in_pass} in the pass")
+    return "  ".join(parts)
 
 
 def as_number(value: float | str | None) -> float:
@@ -99,10 +124,20 @@ def list_directory(directory: Path) -> list[FileRow]:
     return found
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading. OSError for a pipe or a device, which would be waited for or never end."""
+    # Not blocking: the open itself waits for a pipe's writer.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
+
+
 def tail_text(path: Path, max_bytes: int) -> str:
     """The end of a text file. GshareError: it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - max_bytes))
             return file.read(max_bytes).decode("utf-8", "replace")
@@ -113,6 +148,7 @@ def tail_text(path: Path, max_bytes: int) -> str:
 def json_file(path: Path, kind: Any) -> Any:
     """A JSON file as `kind`; None when it is not there, torn, or something else."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        with open_regular(path) as file:
+            return msgspec.json.decode(file.read(MAX_JSON_BYTES), type=kind)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None

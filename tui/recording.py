@@ -114,7 +114,10 @@ class Recorder:
             self._keyframe(now)
         if not self._held:
             self._first = now
-        encoded = _encoder.encode(frame)
+        try:
+            encoded = _encoder.encode(frame)
+        except OverflowError:
+            return  # a number beyond 64 bits, out of a file that nobody of ours wrote: it has no place here
         self._held.append(encoded)
         self._held_bytes += len(encoded)
         self._state.apply(frame)

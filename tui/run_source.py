@@ -25,7 +25,9 @@ from gshare.tui.job_files import (
     as_number,
     curves,
     json_file,
+    line_text,
     list_directory,
+    open_regular,
     read_line,
     tail_text,
 )
@@ -37,6 +39,8 @@ LOOK_SECONDS = 1.0
 MAX_RUNS = 2000
 #: Read of one file at one look: a million steps are 250 MB, which takes several looks.
 READ_BYTES = 16 << 20
+#: A line has 300 bytes; what goes on without an end is none, and must not be kept.
+MAX_LINE_BYTES = 1 << 20
 
 
 class BestMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +71,7 @@ class _Run:
     def read(self) -> list[MetricsLine]:
         """The lines that have come since; begins anew where the file is shorter than it was."""
         try:
-            with open(self.directory / METRICS, "rb") as file:
+            with open_regular(self.directory / METRICS) as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
                     self.offset, self.rest, self.cut = 0, b"", True
                     self.step, self.loss, self.val_loss, self.best = 0, None, None, None
@@ -78,7 +82,7 @@ class _Run:
         self.behind = len(data) == READ_BYTES
         self.offset += len(data)
         lines = (self.rest + data).split(b"\n")
-        self.rest = lines.pop()
+        self.rest = lines.pop()[:MAX_LINE_BYTES]
         found = [line for text in lines if (line := read_line(text)) is not None]
         for line in found:
             self.step = line.step
@@ -227,8 +231,10 @@ class RunSource(ConnectedSource):
         self.emit(f.Samples(**moment, samples=(sample,)))
 
     async def read_log(self, job: str = "", node: str = "", max_bytes: int = 65536) -> str:
-        """The newest lines of its metrics: a run has no log of its own."""
-        return await asyncio.to_thread(tail_text, self._run(job).directory / METRICS, max_bytes)
+        """The newest lines of its metrics, told as a log tells them: a run has none of its own."""
+        text = await asyncio.to_thread(tail_text, self._run(job).directory / METRICS, max_bytes)
+        lines = [read_line(line) for line in text.splitlines()]  # the first one may be cut off
+        return "".join(f"{line_text(line)}\n" for line in lines if line is not None)
 
     async def ask_history(self, job: str) -> None:
         return  # everything was read at the first look

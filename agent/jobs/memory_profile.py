@@ -179,19 +179,50 @@ def read_profile(directory: Path, key: ProfileKey) -> MemoryProfile | None:
     """None: not measured yet. DamagedProfile: the file is there and is not what was written."""
     path = directory / key.file_name
     try:
+        return _profile(path, _content(path), key)
+    except FileNotFoundError:
+        return None
+
+
+def read_profile_file(path: Path) -> MemoryProfile | None:
+    """One that is named, whatever it was measured of; None: a file of another kind. DamagedProfile,
+    FileNotFoundError."""
+    data = _content(path)
+    try:
+        if msgspec.json.decode(data, type=_Kind).points == msgspec.Raw(b""):
+            return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return _profile(path, data, None)
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """What tells a profile from other JSON objects."""
+
+    points: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _content(path: Path) -> bytes:
+    """FileNotFoundError, or DamagedProfile for whatever else keeps it from being read."""
+    try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        return None
+        raise
     except OSError as error:
         raise DamagedProfile(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > MAX_BYTES:
         raise DamagedProfile(f"{path}: is larger than {MAX_BYTES >> 20} MiB")
+    return data
+
+
+def _profile(path: Path, data: bytes, key: ProfileKey | None) -> MemoryProfile:
+    """`key` None: of whatever base and card."""
     try:
         profile = msgspec.json.decode(data, type=MemoryProfile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedProfile(f"{path}: {error}") from None
-    fault = _fault(profile, key)
+    fault = _fault(profile, key or profile.key)
     if fault:
         raise DamagedProfile(f"{path}: {fault}")
     return profile

@@ -25,7 +25,7 @@ def stop_agent(state_dir: Path) -> int:
     try:
         sock = connect_agent(state_dir / "socket")
     except RetryLater:
-        raise RetryLater(f"no agent runs on {state_dir}") from None
+        raise RetryLater(f"no agent runs on {state_dir}; --state-dir names another one's directory") from None
     with sock:
         # Of the process that listens, by the kernel's word: an agent of any version, or full of clients.
         pid = peer_of(sock).pid

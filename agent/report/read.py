@@ -36,6 +36,8 @@ from gshare.agent.service.registry import FinishedJob, is_held, read_lines, stat
 FINAL = "adapter_model.safetensors"
 #: A folder of runs is looked through so deep: RUN/name, RUN/group/name.
 DEPTH = 2
+#: Of a configuration that no decision has ended.
+GO_ON = "gshare sweep --resume goes on"
 #: A finished record is written within so many seconds of the run's last line of metrics, or after it.
 _SLACK = 60.0
 
@@ -276,6 +278,7 @@ def _take_configuration(run: Run, configuration: Configuration, sweep: SweepReco
 def _take_decisions(run: Run, decisions: Sequence[Decision]) -> None:
     """The last word of the sweep on a run; one that is written to now is running whatever was decided."""
     running = run.state == "running"
+    by_itself = run.state, run.reason, run.ended  # as its trainer wrote it down, which no sweep decided
     for decision in decisions:
         if decision.event == "selected":
             run.selected = True
@@ -292,8 +295,8 @@ def _take_decisions(run: Run, decisions: Sequence[Decision]) -> None:
             run.samples = Samples(decision.samples)
     if running:
         run.state, run.pattern, run.ended, run.reason = "running", "", None, ""
+    elif run.state == "running" and by_itself[0] in ENDED:
+        run.state, reason, run.ended = by_itself
+        run.reason = "; ".join(filter(None, (reason, GO_ON)))
     elif run.state == "running":
-        run.state, run.reason = (
-            "unknown",
-            "its trainer is gone; gshare sweep --resume goes on",
-        )
+        run.state, run.reason = "unknown", f"its trainer is gone; {GO_ON}"

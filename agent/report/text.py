@@ -14,6 +14,8 @@ UNKNOWN = "-"
 #: Where a table uses `UNKNOWN` or "nan".
 LEGEND = "- not known, or never evaluated; nan: not a number"
 
+DEVICE_TIME = "device time: of each pass its share, the pass's time ÷ the adapters in it"
+
 
 def loss_text(value: float | None) -> str:
     if value is None:

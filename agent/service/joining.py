@@ -100,13 +100,29 @@ def looking(key: str) -> Iterator[None]:
     locks = runtime_dir() / "joins"
     try:
         path = private_dir(locks) / key
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = _locked(path)
     except OSError as error:
         raise not_made(locks, "a client needs a lock", error) from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        # By who holds it, before it is given back: whoever waited for it sees that, and makes a new one.
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _locked(path: Path) -> int:
+    """The file at `path`, made and locked. One that was removed while it was waited for locks nothing."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
 
 

@@ -104,8 +104,11 @@ class PauseJobs(_Message, frozen=True, tag="pause"):
 
 
 class ResumeJobs(_Message, frozen=True, tag="resume"):
+    """`pause_at`: the next step to pause at, as in `JobRequest`; None: that of the request stays."""
+
     id: int
     jobs: list[str]
+    pause_at: int | None = None  # added; who does not know it trains on
 
 
 class TakeWeights(_Message, frozen=True, tag="take_weights"):

@@ -246,7 +246,8 @@ def is_shared(path: Path) -> bool:
 
 def _cannot(lock: int, path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Not blocking: a pipe of that name would be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

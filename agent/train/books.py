@@ -118,8 +118,7 @@ class Books:
         """Pause it where it was asked to: evaluated, without its memory, and said so once its checkpoint
         stands."""
         self.save(job, "step")
-        reason = f"at step {job.step}, where it was to pause"
-        self._settle(job, lambda: self.change(job, "paused", reason))
+        self._settle(job, lambda: self.change(job, "paused", "it was to pause here"))
 
     def _settle(self, job: Job, then: Callable[[], None]) -> None:
         """Give its memory back; `then`, once what was saved of it stands. Until then it is `running` for

@@ -167,6 +167,25 @@ def write_start(
     return start
 
 
+def start_from_saved(output_dir: Path, directory: Path, *, parent: str) -> WarmStart:
+    """As `write_start`, of a job that has ended: the weights of its newest whole checkpoint.
+
+    UsageError: it has none.
+    """
+    path = latest_checkpoint(output_dir)
+    if path is None:
+        raise UsageError(f"{output_dir}: no whole checkpoint of {parent} is there; leave --warm out")
+    snapshot = load_checkpoint(path)
+    return write_start(
+        snapshot.adapter,
+        directory,
+        json.loads(read_file(path / ADAPTER_CONFIG)),
+        parent=parent,
+        step=snapshot.step,
+        fingerprint=snapshot.state["fingerprint"],
+    )
+
+
 def _tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """safetensors; the same tensors give the same bytes (names sorted, one metadata key)."""
     ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}

@@ -105,12 +105,15 @@ class Measurer:
             step_seconds=measured.step_seconds,
         )
 
-    def largest_batch(self, length: int, most: int) -> int:
+    def largest_batch(
+        self, length: int, most: int, on_progress: Progress = lambda what, done, total: None
+    ) -> int:
         """The most rows, up to `most`, that one adapter's pass holds; 0 when not even one fits. By
         bisection: what fits with more rows fits with fewer."""
         fits, fails = 0, most + 1
         trying = most
         while fails - fits > 1:
+            on_progress(f"whether {trying} rows of {length} tokens fit", 0, 0)
             if self.measure(Configuration(1, trying, length)) is not None:
                 fits = trying
             else:
@@ -172,8 +175,7 @@ def measure_memory(
     GshareError: so little fits that no model can be made of it.
     """
     length = grid(max_tokens, max_length=max_length)[0].length
-    on_progress(f"the largest batch with rows of {length} tokens", 0, 0)
-    largest = measurer.largest_batch(length, max(1, max_tokens // length))
+    largest = measurer.largest_batch(length, max(1, max_tokens // length), on_progress)
     if largest == 0:
         raise GshareError(f"not even one row of {length} tokens fits; reserve more with --vram")
     plan = grid(min(max_tokens, largest * length), max_length=max_length)

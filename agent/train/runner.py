@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from gshare.agent.base.device import pick_device
 from gshare.agent.base.load import load_base
 from gshare.agent.base.weights import Base
@@ -223,10 +224,13 @@ class Runner:
         if found.state == "running":
             self.books.change(found, "paused", "")
 
-    def resume(self, job: str) -> None:
-        """From the next round that is queued on. A parked job whose adapter cannot be made again fails."""
+    def resume(self, job: str, pause_at: int | None = None) -> None:
+        """From the next round that is queued on, to the step `pause_at` where it is said. A parked job whose
+        adapter cannot be made again fails."""
         found = self.books.find(job)
         if found.state == "paused":
+            if pause_at is not None:
+                found.request = msgspec.structs.replace(found.request, pause_at=pause_at)
             if found.parked and not self._unpark(found):
                 return
             self.books.change(found, "running", "")

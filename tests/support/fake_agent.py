@@ -24,6 +24,8 @@ import msgspec
 from gshare.agent.jobs.events import CheckpointSaved, Evaluated, Event, JobChanged, Stepped
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.node import protocol as p
+from gshare.agent.node.attempts import NOT_HERE
+from gshare.agent.service.output_dir import RunRecord
 from gshare.agent.service.server import socket_address
 from gshare.agent.service.wire import FrameReader, convert, encode
 from gshare.coordinator.link import AgentLink, StreamPair
@@ -60,6 +62,12 @@ def run_with_agent(
             await asyncio.wait_for(test(agent), seconds)
 
     asyncio.run(main())
+
+
+def metrics(steps: int) -> bytes:
+    """metrics.jsonl of so many steps."""
+    lines = [{"type": "step", "step": step, "loss": 1 / step} for step in range(1, steps + 1)]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 @dataclass
@@ -238,12 +246,15 @@ class FakeAgent:
             return {
                 "adapter.safetensors": weights(job, step),
                 "state.json": json.dumps({"step": step}).encode(),
+                "metrics.jsonl": metrics(step),
             }
         adapter = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": weights(job, step)}
         if kind == "best":
             best = adapter | {"metadata.json": json.dumps({"val_loss": attempt.val_loss}).encode()}
             return {f"best/{name}": data for name, data in best.items()}
-        return adapter | {"metrics.jsonl": b'{"step": 1}\n' * step}
+        request = attempt.request
+        record = RunRecord(model=request.model.name, base_dtype=request.base_dtype, spec=request.spec)
+        return adapter | {"metrics.jsonl": metrics(step), "run.json": msgspec.json.encode(record)}
 
     # --- the wire
 
@@ -327,6 +338,8 @@ class FakeAgent:
         if isinstance(request, p.ReadChunk):
             return self._chunk(request)
         if isinstance(request, p.ReadSamples):
+            if (request.job, request.attempt) in self.forgotten:
+                return p.NodeRefused(reply_to=reply, reason=f"attempt {request.job} is {NOT_HERE}")
             told = [a.event for a in self.events if a.event.job == request.job]
             lines = [
                 json.dumps({"type": "eval", "step": e.step, "val_loss": e.val_loss, "best": e.best})

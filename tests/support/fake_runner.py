@@ -152,7 +152,7 @@ class FakeRunner:
         if job.step >= job.total:
             self._complete(job)  # it was interrupted between its last checkpoint and its adapter
         elif job.step and job.step == job.pause_at:
-            self._change(job, "paused", f"at step {job.step}, where it was to pause")
+            self._change(job, "paused", "it was to pause here")
 
     def stop(self, job: str, reason: str) -> None:
         found = self._jobs[job]
@@ -162,7 +162,9 @@ class FakeRunner:
     def pause(self, job: str) -> None:
         self._change(self._jobs[job], "paused")
 
-    def resume(self, job: str) -> None:
+    def resume(self, job: str, pause_at: int | None = None) -> None:
+        if pause_at is not None:
+            self._jobs[job].pause_at = pause_at
         self._change(self._jobs[job], "running")
 
     def take_weights(self, job: str, directory: Path) -> WarmStart:
@@ -237,7 +239,7 @@ class FakeRunner:
         elif job.step >= job.total:
             self._complete(job)
         elif job.step == job.pause_at:
-            self._change(job, "paused", f"at step {job.step}, where it was to pause")
+            self._change(job, "paused", "it was to pause here")
 
     def _complete(self, job: FakeJob) -> None:
         self._save(job)

@@ -29,6 +29,7 @@ def prepare(run, console, *, resume):
     ]
 
 finetune.prepare = prepare
+clone.find_base = lambda run: prepare(run, None, resume=False)[0]
 clone.prepare = lambda run, model_dir, console: prepare(run, console, resume=False)[1][0]
 sys.exit(main.main(sys.argv[1:]))
 """

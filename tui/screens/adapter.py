@@ -117,15 +117,18 @@ class AdapterView(View):
         self.workers.cancel_group(self, "log")
 
     async def _read(self) -> None:
-        source, jobs = self.dashboard.source, self.jobs()
-        if "history" in source.can:
-            for job in jobs:
+        source = self.dashboard.source
+        asked: set[str] = set()
+        while True:
+            jobs = self.jobs()  # none yet when we came before the source had said anything
+            for job in jobs if "history" in source.can else []:
+                if job.job in asked:
+                    continue
                 try:
                     await source.ask_history(job.job)
-                except GshareError as error:
+                    asked.add(job.job)
+                except GshareError as error:  # asked again with the next look
                     self._files_problem = str(error)
-        while True:
-            jobs = self.jobs()
             if len(jobs) == 1 and self.board.paused_at is None:
                 await self._read_once(jobs[0].job)
                 self.show_all()
