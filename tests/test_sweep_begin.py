@@ -11,6 +11,7 @@ import pytest
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.sweep_records import Configuration, SweepRecord, read_sweep, write_sweep
 from gshare.cli import sweep as sweep_command
+from gshare.cli import sweep_prepared
 from gshare.cli.main import main
 
 SWEEP = """\
@@ -53,10 +54,10 @@ def test_a_value_that_was_changed_under_a_numbered_name_is_not_the_same_sweep() 
     before = _record({"target_modules": q}, {"target_modules": qv})
     # As it comes back from the file.
     before = msgspec.json.decode(msgspec.json.encode(before), type=SweepRecord)
-    sweep_command._check_same(before, _record({"target_modules": q}, {"target_modules": qv}))
+    sweep_prepared.check_same(before, _record({"target_modules": q}, {"target_modules": qv}))
     with pytest.raises(UsageError, match=r"configuration s-c2: target_modules: .* → \['k_proj'\]; restore"):
-        sweep_command._check_same(before, _record({"target_modules": q}, {"target_modules": ["k_proj"]}))
-    sweep_command._check_same(_record({"data": "/a"}), _record({"data": "/moved/a"}))
+        sweep_prepared.check_same(before, _record({"target_modules": q}, {"target_modules": ["k_proj"]}))
+    sweep_prepared.check_same(_record({"data": "/a"}), _record({"data": "/moved/a"}))
 
 
 @pytest.fixture
@@ -80,14 +81,14 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
 ) -> None:
     out = file.parent / "out"
     other = _record({"r": 8})
-    take = sweep_command.take_lock
+    take = sweep_prepared.take_lock
 
     def take_later(path: Path) -> int | None:
         if meanwhile:
             write_sweep(out, other)
         return take(path)
 
-    monkeypatch.setattr(sweep_command, "take_lock", take_later)
+    monkeypatch.setattr(sweep_prepared, "take_lock", take_later)
     monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
     code = main(["sweep", str(file), "--device", "cpu", *(["--resume"] if resume else [])])
     err = capsys.readouterr().err

@@ -52,6 +52,8 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     created: float  # seconds since the epoch
     configurations: list[Configuration]
     sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
+    cluster: str = ""  # id of the coordinator's store that has its jobs; empty: they are on this machine
+    submission: str = ""  # under which they are there
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
