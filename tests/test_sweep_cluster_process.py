@@ -1,0 +1,136 @@
+"""`gshare sweep --cluster` with real processes and the real engine: two agents, against the sweep without them.
+
+Who is killed, an agent, the client or the coordinator: the same winner, ranking, decisions' numbers and bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gshare.agent.jobs.sweep_records import read_decisions
+from gshare.cli.sweep_board import result_of
+from local_cluster import LocalCluster
+
+SECONDS = 240.0
+SWEEP = """\
+model = "{model}"
+base_dtype = "fp32"
+[defaults]
+data = "data.jsonl"
+max_steps = 40
+eval_steps = 4
+save_steps = 5
+max_length = 32
+lora_dropout = 0.1
+optim = "adamw_8bit"
+[sweep]
+output_dir = "out"
+[sweep.grid]
+learning_rate = [1e-4, 5e-3]
+r = [2, 4]
+[early_exit]
+warmup = 0.25
+keep = 0.5
+gap_threshold = {gap}
+"""
+WORDS = ("red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon", "tree", "fish")
+
+
+def _write(directory: Path, model: Path, gap: float) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"prompt": " ".join(WORDS[(i * k) % 12] for k in (1, 3, 5)), "completion": WORDS[(i * 7) % 12]}
+        for i in range(30)
+    ]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = directory / "s.toml"
+    path.write_text(SWEEP.format(model=model, gap=gap))
+    return path
+
+
+def _own_directories(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        (folder / name).mkdir(mode=0o700, parents=True)
+        found[name] = str(folder / name)
+    return found
+
+
+@pytest.fixture(scope="module", params=[10.0])
+def reference(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A sweep on this machine alone, undisturbed."""
+    directory = tmp_path_factory.mktemp("local")
+    path = _write(directory / "s", tiny_checkpoint, request.param)
+    command = [sys.executable, "-m", "gshare.cli.main", "sweep", str(path)]
+    environment = {**os.environ, **_own_directories(directory)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return path.parent / "out"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
+    for name, folder in _own_directories(tmp_path).items():
+        monkeypatch.setenv(name, folder)
+    made = LocalCluster(tmp_path / "it", "a", "b", straw=False, max_adapters=2)
+    _write(made.root, tiny_checkpoint, 10.0)
+    yield made
+    made.close()
+
+
+def _sweep(cluster: LocalCluster, *words: str) -> subprocess.Popen[str]:
+    return cluster.start("sweep", str(cluster.root / "s.toml"), *words)
+
+
+def _finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == code, err[-3000:]
+    return err
+
+
+def _decided(out: Path) -> list[tuple[str, str, int, str, object]]:
+    """What each configuration came to, with the numbers that it followed from."""
+    keys = ("val_loss", "best_val_loss", "rank", "kept", "last_kept_val_loss")
+    return sorted(
+        (one.job, one.event, one.step, one.pattern, [one.evidence.get(key) for key in keys])
+        for one in read_decisions(out)
+        if one.event not in ("started", "resumed")
+    )
+
+
+def _adapters(out: Path) -> dict[str, bytes]:
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.name in names
+    }
+
+
+def _check_same(out: Path, reference: Path) -> None:
+    ours, theirs = result_of(out), result_of(reference)
+    assert ours["winner"] == theirs["winner"]
+    assert [row["adapter"] for row in ours["jobs"]] == [row["adapter"] for row in theirs["jobs"]]
+    assert (ours["samples"], ours["samples_total"]) == (theirs["samples"], theirs["samples_total"])
+    assert _decided(out) == _decided(reference)
+    mine, others = _adapters(out), _adapters(reference)
+    # Older checkpoints do not come home.
+    assert {name for name in others if "/checkpoint-" not in name} <= mine.keys() <= others.keys()
+    assert [name for name in mine if mine[name] != others[name]] == []
+
+
+def test_two_agents_give_the_sweep_of_one_machine(cluster: LocalCluster, reference: Path) -> None:
+    err = _finish(_sweep(cluster))
+    assert "goes on after its warm-up" in err
+    assert {job.node for job in cluster.jobs().values()} == {"a", "b"}
+    out = cluster.root / "out"
+    _check_same(out, reference)
