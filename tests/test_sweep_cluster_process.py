@@ -1,6 +1,6 @@
-"""`gshare sweep --cluster` with real processes and the real engine: two agents, against the sweep without them.
+"""`gshare sweep --cluster` with real processes and the real engine: two agents, and one machine to compare.
 
-Who is killed, an agent, the client or the coordinator: the same winner, ranking, decisions' numbers and bytes.
+Whoever is killed, an agent, the client or the coordinator: the same winner, ranking, decisions and bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.jobs.sweep_records import read_decisions
+from gshare.agent.report.read import read_report
 from gshare.cli.sweep_board import result_of
 from local_cluster import LocalCluster
 
@@ -72,7 +73,9 @@ def reference(
     path = _write(directory / "s", tiny_checkpoint, request.param)
     command = [sys.executable, "-m", "gshare.cli.main", "sweep", str(path)]
     environment = {**os.environ, **_own_directories(directory)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     return path.parent / "out"
 
@@ -81,7 +84,8 @@ def reference(
 def cluster(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     for name, folder in _own_directories(tmp_path).items():
         monkeypatch.setenv(name, folder)
-    made = LocalCluster(tmp_path / "it", "a", "b", straw=False, max_adapters=2)
+    # One at a time on each: while the first ones wait at their boundary, others have not begun.
+    made = LocalCluster(tmp_path / "it", "a", "b", straw=False, max_adapters=1)
     _write(made.root, tiny_checkpoint, 10.0)
     yield made
     made.close()
@@ -110,9 +114,7 @@ def _decided(out: Path) -> list[tuple[str, str, int, str, object]]:
 def _adapters(out: Path) -> dict[str, bytes]:
     names = ("adapter_model.safetensors", "adapter_config.json")
     return {
-        str(path.relative_to(out)): path.read_bytes()
-        for path in sorted(out.rglob("*"))
-        if path.name in names
+        str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.name in names
     }
 
 
@@ -133,4 +135,66 @@ def test_two_agents_give_the_sweep_of_one_machine(cluster: LocalCluster, referen
     assert "goes on after its warm-up" in err
     assert {job.node for job in cluster.jobs().values()} == {"a", "b"}
     out = cluster.root / "out"
+    _check_same(out, reference)
+    assert all(job.placed for job in cluster.jobs().values())
+    # What a report is made of came home with the results.
+    report = read_report(out)
+    assert [(run.state, run.pattern, run.steps) for run in report.runs] == [
+        (run.state, run.pattern, run.steps) for run in read_report(reference).runs
+    ]
+    assert all(run.train and run.val and run.seconds for run in report.runs)
+    # A finished one says its result again and does nothing.
+    before = read_decisions(out)
+    again = _sweep(cluster, "--resume", "--json")
+    said, err = again.communicate(timeout=SECONDS)
+    assert (again.returncode, json.loads(said.splitlines()[-1])["winner"]) == (0, result_of(out)["winner"]), (
+        err
+    )
+    assert read_decisions(out) == before
+
+
+def _paused(out: Path) -> int:
+    return sum(one.event == "paused" for one in read_decisions(out)) if out.exists() else 0
+
+
+def test_the_client_killed_in_the_warm_up_and_resumed(cluster: LocalCluster, reference: Path) -> None:
+    out = cluster.root / "out"
+    process = _sweep(cluster)
+    cluster.until(lambda: _paused(out) >= 1, SECONDS)
+    process.kill()
+    process.communicate()
+    assert _decided(out) != _decided(reference)  # it was in the middle
+    # It goes on without its client, and no further than to the end of the warm-up.
+    cluster.until(lambda: all(job.parked for job in cluster.jobs().values()), SECONDS)
+    assert {job.step for job in cluster.jobs().values()} == {10}
+    _finish(_sweep(cluster), 2)
+    _finish(_sweep(cluster, "--resume"))
+    _check_same(out, reference)
+
+
+@pytest.mark.slow
+def test_an_agent_killed_in_the_warm_up(cluster: LocalCluster, reference: Path) -> None:
+    cluster.start_coordinator()
+    process = _sweep(cluster)
+    cluster.until(lambda: any(job.step >= 5 and job.node == "a" for job in cluster.jobs().values()), SECONDS)
+    agent = cluster.agent_pid("a")
+    assert agent
+    os.kill(agent, signal.SIGKILL)
+    _finish(process)
+    assert cluster.agent_pid("a") != agent
+    _check_same(cluster.root / "out", reference)
+
+
+@pytest.mark.slow
+def test_the_coordinator_killed_in_the_warm_up_and_after_it(cluster: LocalCluster, reference: Path) -> None:
+    out = cluster.root / "out"
+    running = cluster.start_coordinator()
+    process = _sweep(cluster)
+    for paused in (1, 4):
+        cluster.until(lambda: _paused(out) >= paused, SECONDS)  # noqa: B023
+        running.kill()
+        running.wait()
+        running = cluster.start_coordinator()
+    err = _finish(process)
+    assert "the coordinator is gone; jobs run on; waiting for it to come back" in err
     _check_same(out, reference)
