@@ -31,20 +31,20 @@ save_steps = 5
 max_length = 32
 lora_dropout = 0.1
 optim = "adamw_8bit"
+r = 4
 [sweep]
 output_dir = "out"
 [sweep.grid]
-learning_rate = [1e-4, 5e-3]
-r = [2, 4]
+learning_rate = [5e-3, 3e-2, 6e-2, 1.0]
 [early_exit]
 warmup = 0.25
 keep = 0.5
-gap_threshold = {gap}
+overfitting_patience = 1
 """
 WORDS = ("red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon", "tree", "fish")
 
 
-def _write(directory: Path, model: Path, gap: float) -> Path:
+def _write(directory: Path, model: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     rows = [
         {"prompt": " ".join(WORDS[(i * k) % 12] for k in (1, 3, 5)), "completion": WORDS[(i * 7) % 12]}
@@ -52,7 +52,7 @@ def _write(directory: Path, model: Path, gap: float) -> Path:
     ]
     (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = directory / "s.toml"
-    path.write_text(SWEEP.format(model=model, gap=gap))
+    path.write_text(SWEEP.format(model=model))
     return path
 
 
@@ -64,20 +64,26 @@ def _own_directories(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[10.0])
-def reference(
-    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A sweep on this machine alone, undisturbed."""
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a sweep on this machine alone, undisturbed. Every kind of end is in it."""
     directory = tmp_path_factory.mktemp("local")
-    path = _write(directory / "s", tiny_checkpoint, request.param)
+    path = _write(directory / "s", tiny_checkpoint)
     command = [sys.executable, "-m", "gshare.cli.main", "sweep", str(path)]
     environment = {**os.environ, **_own_directories(directory)}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
-    return path.parent / "out"
+    out = path.parent / "out"
+    ends = [(row["state"], row["pattern"], row["step"]) for row in result_of(out)["jobs"]]
+    assert sorted(ends) == [
+        ("completed", "", 40),
+        ("stopped", "overfitting", 10),  # in its warm-up, by its own losses: they are looked at on the node
+        ("stopped", "overfitting", 36),
+        ("stopped", "underperformance", 10),
+    ]
+    return out
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ def cluster(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, folder)
     # One at a time on each: while the first ones wait at their boundary, others have not begun.
     made = LocalCluster(tmp_path / "it", "a", "b", straw=False, max_adapters=1)
-    _write(made.root, tiny_checkpoint, 10.0)
+    _write(made.root, tiny_checkpoint)
     yield made
     made.close()
 
@@ -165,7 +171,9 @@ def test_the_client_killed_in_the_warm_up_and_resumed(cluster: LocalCluster, ref
     process.communicate()
     assert _decided(out) != _decided(reference)  # it was in the middle
     # It goes on without its client, and no further than to the end of the warm-up.
-    cluster.until(lambda: all(job.parked for job in cluster.jobs().values()), SECONDS)
+    waits = {"s-lr0.005", "s-lr0.06", "s-lr1"}
+    cluster.until(lambda: {j.job for j in cluster.jobs().values() if j.parked} == waits, SECONDS)
+    cluster.until_ended("s-lr0.03")
     assert {job.step for job in cluster.jobs().values()} == {10}
     _finish(_sweep(cluster), 2)
     _finish(_sweep(cluster, "--resume"))
@@ -190,7 +198,7 @@ def test_the_coordinator_killed_in_the_warm_up_and_after_it(cluster: LocalCluste
     out = cluster.root / "out"
     running = cluster.start_coordinator()
     process = _sweep(cluster)
-    for paused in (1, 4):
+    for paused in (1, 3):
         cluster.until(lambda: _paused(out) >= paused, SECONDS)  # noqa: B023
         running.kill()
         running.wait()
