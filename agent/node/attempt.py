@@ -43,6 +43,8 @@ from gshare.agent.service.supervise import StopRequest
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
 #: A trainer of an agent that was killed checkpoints and goes; a base of 70 GB takes a while to save beside.
 LEFTOVER_SECONDS = 600.0
+#: A trainer lets go of a job between two rounds.
+RELEASE_SECONDS = 60.0
 #: Children that tokenise at once: each takes 300 MiB and a core.
 PREPARING_AT_ONCE = 2
 _POLL = 0.2  # seconds
@@ -241,6 +243,10 @@ class RunningAttempt:
         status = supervisor.table.get(job)
         assert status is not None
         if status.state == "paused":
+            # Its trainer has been left: before anybody reads the files, it writes them no more.
+            deadline = time.monotonic() + RELEASE_SECONDS
+            while is_held(self._directory / "out" / LOCK_FILE) and time.monotonic() < deadline:
+                time.sleep(_POLL)
             return Outcome(
                 "stopped", status.reason, step=status.step, total_steps=status.total_steps, parked=True
             )
