@@ -16,7 +16,13 @@ from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.sampler import draw
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
 from gshare.agent.jobs.sweep import Added, Sweep, Trial
-from gshare.agent.jobs.sweep_records import Configuration, SweepRecord, read_sweep, write_sweep
+from gshare.agent.jobs.sweep_records import (
+    SWEEP_LOCK,
+    Configuration,
+    SweepRecord,
+    read_sweep,
+    write_sweep,
+)
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.deciding import Job
@@ -24,9 +30,6 @@ from gshare.agent.service.registry import take_lock
 from gshare.cli.finetune import check_prepared
 from gshare.cli.prepare import prepare
 from rich.console import Console
-
-#: Held for as long as a sweep runs: two would decide against each other.
-LOCK_FILE = "sweep.lock"
 
 
 class Prepared:
@@ -171,7 +174,7 @@ def claimed(made: Prepared, before: SweepRecord | None, *, resume: bool) -> Iter
     """
     directory = made.source.directory
     directory.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(directory / LOCK_FILE)
+    lock = take_lock(directory / SWEEP_LOCK)
     if lock is None:
         raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
     try:

@@ -119,7 +119,9 @@ class SweepFile:
             hyper_parameters=_differing(run.adapters, chosen),
             early_exit=self._early_exit,
             max_concurrent=self._sweep.max_concurrent,
-            sampled=SampledSpace(self._ranges, self._sweep.n_trials, self._sweep.batch, self._sweep.seed)
+            sampled=SampledSpace(
+                self._ranges, self._sweep.n_trials, self._sweep.batch, self._sweep.seed, str(self._path)
+            )
             if self._ranges
             else None,
         )

@@ -1,4 +1,4 @@
-"""A coordinator of straw under a sweep on a cluster: jobs by their curves, in any order, and kills of all kinds.
+"""A coordinator of straw under a sweep on a cluster: jobs by their curves in any order, and kills.
 
 The world and the client in one: each `poll` trains somebody a step, and each `ask` may be the last one of a
 life of the coordinator (`CoordinatorGone`, before or after it was done) or of the sweep (`Killed`).
