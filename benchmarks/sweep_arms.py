@@ -28,14 +28,15 @@ from gshare.agent.jobs.sweep import Action, Paused, Sweep, Trial
 from gshare.agent.jobs.sweep import Event as SweepEvent
 from gshare.agent.jobs.sweep_records import DecisionLog, write_sweep
 from gshare.agent.jobs.sweep_spec import SweepFile
+from gshare.agent.service.deciding import Job
 from gshare.agent.service.stopping import StopRequest
-from gshare.agent.service.sweeping import Job, SweepRun
+from gshare.agent.service.sweeping import SweepRun
 from gshare.cli.finetune import trainer_config
 from gshare.cli.finetune_flags import GpuFlags
 from gshare.cli.gpu_plan import plan_gpu, request_gpu
 from gshare.cli.streams import stderr_console
-from gshare.cli.sweep import Prepared
 from gshare.cli.sweep_memory import memory_of
+from gshare.cli.sweep_prepared import Prepared
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +26,11 @@ from cyclopts import Parameter
 from gshare.agent.data.prepare import check_adapters, find_model, prepare_requests, run_estimate
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.clone import cloned_spec, free_name, parse_settings, spec_toml
+from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, WarmStart
+from gshare.agent.jobs.sweep_records import SWEEP_FILE, SWEEP_LOCK, Decision, append_decision, read_sweep
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.joining import why_not_this, with_identity
 from gshare.agent.service.output_dir import (
@@ -116,9 +119,12 @@ def clone(
     run = _own_run(config, record, spec)
     out = Path(spec.output_dir)
     _check_output_dir(run, out)
+    sweep = _sweep_of(record)
     console = stderr_console()
     model_dir = find_base(run) if config is None else Path(config.model_dir)
     request = prepare(run, model_dir, console)
+    if sweep is not None:
+        request = msgspec.structs.replace(request, early_exit=sweep.early_exit)
     if config is None or hello is None:
         config = _new_config(run, model_dir, record, request, reserve_flags, console, detach=detach)
     else:
@@ -127,6 +133,8 @@ def clone(
         if warm:
             request = msgspec.structs.replace(request, start=_take_weights(parent, out / START_DIR))
         _write_spec(run, record, request, parent.status.job)
+        if sweep is not None:
+            sweep.note(parent, request, settings)
         if detach:
             return detach_run(config, [request], (), join=True)
         code = supervise_run(config, [request], (), json_lines=json, join=True)
@@ -193,6 +201,42 @@ def _own_run(theirs: TrainerConfig | None, record: RunRecord, spec: AdapterSpec)
         max_adapters_per_pass=theirs.max_adapters_per_pass,
         adapters=(spec,),
     )
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """The sweep that the parent is a configuration of. A clone is none: it is not ranked, but what stops a
+    configuration by its own losses stops it too."""
+
+    directory: Path
+    early_exit: EarlyExit
+
+    def note(self, parent: Found, clone: JobRequest, settings: Mapping[str, str]) -> None:
+        """Among its decisions, as long as it runs."""
+        if not is_held(self.directory / SWEEP_LOCK):
+            return
+        start, spec = clone.start, clone.spec
+        decision = Decision(
+            time=time.time(),
+            job=parent.status.job,
+            event="cloned",
+            step=start.step if start is not None else parent.status.step,
+            reason=f"as {spec.name}, {'warm' if start is not None else 'cold'}",
+            evidence={"clone": spec.name, "output_dir": spec.output_dir, "set": dict(settings)},
+        )
+        append_decision(self.directory, decision)
+
+
+def _sweep_of(parent: RunRecord) -> _Sweep | None:
+    """GshareError: its sweep.json is damaged."""
+    directory = Path(parent.spec.output_dir).parent
+    sweep = read_sweep(directory)
+    if sweep is None or parent.spec.name not in {one.name for one in sweep.configurations}:
+        return None
+    try:
+        return _Sweep(directory, msgspec.convert(sweep.early_exit, EarlyExit))
+    except msgspec.ValidationError as error:
+        raise GshareError(f"{directory / SWEEP_FILE}: early_exit: {error}") from None
 
 
 def _names_taken(spec: AdapterSpec) -> set[str]:

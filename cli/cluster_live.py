@@ -36,14 +36,15 @@ def watch_jobs(
     older may be about an earlier job of the same name.
     """
     view = make_view(jobs, json_lines=json_lines)
-    watching = _Watching(view, {name for name, _ in jobs}, since)
+    shown = Shown(view, {name for name, _ in jobs})
+    watching = _Watching(view, shown, since)
     try:
         with view:
             while not watching.follow(state_dir):
                 view.say("the coordinator is gone; jobs run on; waiting for it to come back")
                 _wait_for_coordinator(state_dir)
     except KeyboardInterrupt:
-        left = len(watching.running)
+        left = len(shown.running)
         raise Stopped(
             f"left {left} {'job' if left == 1 else 'jobs'} running; `gshare jobs --cluster FILE` shows them"
         ) from None
@@ -55,11 +56,10 @@ def watch_jobs(
 
 
 class _Watching:
-    def __init__(self, view: View, names: set[str], since: tuple[str, int]) -> None:
+    def __init__(self, view: View, shown: Shown, since: tuple[str, int]) -> None:
         self._view = view
+        self._shown = shown
         self._since = since
-        self._nodes: dict[str, str] = {}
-        self.running = set(names)
 
     def follow(self, state_dir: Path) -> bool:
         """Shows what happens until all have ended: True; False when the coordinator is gone first."""
@@ -68,17 +68,26 @@ class _Watching:
                 client.journal_id, client.seq = self._since
                 client.follow(sorted(self._view.board.rows), new_only=True)
                 for row in client.ask(JobRows, ListClusterJobs).jobs:
-                    self._take_row(row)
-                while self.running:
+                    self._shown.take_row(row)
+                while self._shown.running:
                     for event in client.poll(0.1):
-                        self._take(event)
+                        self._shown.take(event)
                     self._since = client.journal_id, client.seq
                     self._view.tick()
         except (CoordinatorGone, NoCoordinator):
             return False
         return True
 
-    def _take_row(self, job: JobRow) -> None:
+
+class Shown:
+    """Jobs of a cluster in a view of `gshare finetune`. `running`: those that have not ended."""
+
+    def __init__(self, view: View, names: set[str]) -> None:
+        self._view = view
+        self._nodes: dict[str, str] = {}
+        self.running = names
+
+    def take_row(self, job: JobRow) -> None:
         """How a job stands when we come (back)."""
         row = self._view.board.rows.get(job.job)
         if row is None:
@@ -91,7 +100,7 @@ class _Watching:
         else:
             row.state = job.state
 
-    def _take(self, event: ClusterEvent) -> None:
+    def take(self, event: ClusterEvent) -> None:
         if isinstance(event, JobEvent):
             self._on_node(event.event.job, event.node)
             # An attempt's end is not its job's: that is told by itself, when the results are at home.

@@ -86,11 +86,11 @@ def submit_run(run: RunSpec, options: Options, *, watch: bool, json_lines: bool)
         record = RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec)
         go_on = f"`gshare jobs resume {spec.name} --cluster FILE` continues a stopped job"
         check_free_output_dir(record, resume=False, go_on=go_on)
-    fields = build_submission(run, _say)
+    fields = build_submission(run, say)
     submitted = _send(options, fields)
     if not watch:
         print("\n".join(submitted.jobs))
-        _say("`gshare jobs --cluster FILE` lists them, `gshare jobs attach NAME --cluster FILE` follows one")
+        say("`gshare jobs --cluster FILE` lists them, `gshare jobs attach NAME --cluster FILE` follows one")
         return EXIT_OK
     from gshare.cli.cluster_live import watch_jobs
 
@@ -113,16 +113,16 @@ def _send(options: Options, fields: dict[str, Any]) -> Submitted:
             client, started = connect_or_start(options, "gshare submit")
             with client:
                 if started:
-                    _say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
+                    say(f"started coordinator {client.welcome.pid}; `gshare coordinator stop` ends it")
                 else:
                     client.ask(Reloaded, ReloadCluster)
                 return client.ask(Submitted, SubmitToCluster, timeout=SUBMIT_SECONDS, **fields)
         except CoordinatorGone:
             if not left:
                 raise
-            _say("the coordinator went before it had answered: the submission is sent again")
+            say("the coordinator went before it had answered: the submission is sent again")
     raise AssertionError("the last try returns or raises")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """`gshare sweep`: many configurations of one adapter; each gets a warm-up, the best the whole training.
 
     gshare sweep sweep.toml [--vram …] [--resume] [--json] [flags]
+    gshare sweep sweep.toml --cluster cluster.toml [--resume] [--json] [flags]
     gshare sweep plan sweep.toml [--vram …] [--tokens-per-second N] [--json] [flags]
 
 What is wrong with the file, the data or the memory shows before anything is written.
@@ -9,50 +10,36 @@ What is wrong with the file, the data or the memory shows before anything is wri
 from __future__ import annotations
 
 import math
-import os
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from cyclopts import App, Parameter
-from gshare.agent.data.work import plan_work
-from gshare.agent.errors import EXIT_OK, RetryLater, UsageError
-from gshare.agent.jobs.names import shorten
+from gshare.agent.errors import EXIT_OK, UsageError
 from gshare.agent.jobs.packing import Packing
-from gshare.agent.jobs.sampler import draw
-from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
-from gshare.agent.jobs.sweep import Added, Sweep, Trial
+from gshare.agent.jobs.sweep import Added, Sweep
 from gshare.agent.jobs.sweep_records import (
-    Configuration,
     DecisionLog,
-    SweepRecord,
     read_decisions,
     read_sweep,
-    write_sweep,
 )
 from gshare.agent.jobs.sweep_spec import SweepFile
-from gshare.agent.service.base_identity import base_identity
-from gshare.agent.service.registry import GpuRequest, collect_dead, take_lock
-from gshare.agent.service.sweeping import Job, SweepRun
+from gshare.agent.service.deciding import Job
+from gshare.agent.service.registry import GpuRequest, collect_dead
+from gshare.agent.service.sweeping import SweepRun
 from gshare.agent.train.trunk_forecast import forecast
-from gshare.cli.finetune import check_prepared, trainer_config
+from gshare.cli.cluster_flags import options_of
+from gshare.cli.finetune import trainer_config
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
-from gshare.cli.prepare import prepare
 from gshare.cli.streams import stderr_console
 from gshare.cli.sweep_board import Progress, print_result
 from gshare.cli.sweep_memory import Memory, memory_of
 from gshare.cli.sweep_plan import plan_of, print_plan
-from rich.console import Console
+from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
 from rich.text import Text
 
 app = App(name="sweep", help="Try many configurations of an adapter, and train the best of them to the end.")
-
-#: Held for as long as a sweep runs: two would decide against each other.
-LOCK_FILE = "sweep.lock"
 
 _NO_RUN_FLAGS = RunFlags()
 _NO_ADAPTER_FLAGS = AdapterFlags()
@@ -69,6 +56,9 @@ def sweep(
     join: Annotated[bool, Parameter(negative="--no-join")] = True,
     run_flags: RunFlags = _NO_RUN_FLAGS,
     adapter_flags: AdapterFlags = _NO_ADAPTER_FLAGS,
+    cluster: Path | None = None,
+    state_dir: Path | None = None,
+    accept_new: Annotated[bool, Parameter(negative=())] = False,
     gpu_flags: GpuFlags = _NO_GPU_FLAGS,
 ) -> int:
     """Train every configuration through its warm-up, then the best of them to the end.
@@ -85,14 +75,28 @@ def sweep(
         auto, cpu, cuda or cuda:N.
     join
         Join a trainer that runs with the same base and settings, and let others join this one's.
+    cluster
+        Train on the nodes that this cluster file names. Ctrl-C leaves the jobs there; --resume goes on.
+    state_dir
+        The coordinator's, with --cluster; by default $XDG_STATE_HOME/gshare/coordinator.
+    accept_new
+        Trust host keys that are seen for the first time, if the cluster's coordinator has to be started.
     """
     source = SweepFile(file, given(run_flags, adapter_flags))
+    if cluster is not None:
+        _check_of_this_machine(gpu_flags, device, join=join)
+        from gshare.cli.sweep_cluster import sweep_on_cluster
+
+        options = options_of(cluster, state_dir, accept_new=accept_new)
+        return sweep_on_cluster(source, options, resume=resume, json_lines=json)
+    if state_dir is not None or accept_new:
+        raise UsageError(f"--{'state-dir' if state_dir else 'accept-new'}: only with --cluster FILE")
     reserved = plan_gpu(gpu_flags, device)
     console = stderr_console()
-    before = _earlier(source, resume=resume)
+    before = earlier(source, resume=resume, on_cluster=False)
     made = Prepared(source, before.sampled if before is not None else [], console, resume=before is not None)
     if before is not None:
-        _check_same(before, made.record())
+        check_same(before, made.record())
     memory = memory_of(made.spec.run, made.model_dir, made.specs(), reserved, gpu_flags.vram)
     gpu = None
     if reserved is not None:
@@ -102,20 +106,20 @@ def sweep(
             reserved, memory.estimate, f"sweep {source.name}", shared=join and made.base is not None
         )
         console.print(Text(budget_line(reserved, gpu, memory.estimate)))
-    directory = source.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(directory / LOCK_FILE)
-    if lock is None:
-        raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
-    try:
-        # Again under the lock: another sweep may have begun or gone on here since the first look.
-        if _earlier(source, resume=resume) != before:
-            raise RetryLater(f"{directory}: another sweep has gone on there meanwhile; start this one again")
-        if before is None:
-            write_sweep(directory, made.record())
+    with claimed(made, before, resume=resume):
         return _run(made, memory, gpu, device=device, json_lines=json, join=join)
-    finally:
-        os.close(lock)
+
+
+def _check_of_this_machine(flags: GpuFlags, device: str, *, join: bool) -> None:
+    """UsageError for a flag that says how this machine would train."""
+    names = [field.name for field in fields(flags) if getattr(flags, field.name) != field.default]
+    names += ["device"] * (device != "auto") + ["no-join"] * (not join)
+    if names:
+        name = ("no-wait-gpu" if names[0] == "wait_gpu" else names[0]).replace("_", "-")
+        raise UsageError(
+            f"--{name} is of this machine, and with --cluster the nodes train: leave it out (each job "
+            "reserves what it needs on its node, and cluster.toml bounds what a node gives)"
+        )
 
 
 @app.command
@@ -165,165 +169,6 @@ def plan(
     )
     print_plan(planned, made.spec, trunk, json_lines=json)
     return EXIT_OK
-
-
-class Prepared:
-    """A sweep whose data is tokenised: everything about the input has been checked."""
-
-    def __init__(
-        self, source: SweepFile, sampled: Sequence[dict[str, Any]], console: Console, *, resume: bool
-    ) -> None:
-        """`sampled`: what a sampler has drawn before. UsageError for what is wrong with the model, the data
-        or the output directories."""
-        self.source = source
-        self.console = console
-        self.resume = resume
-        self.created = time.time()
-        self.sampled = list(sampled)
-        self.jobs: dict[str, Job] = {}
-        self.base: str | None = None
-        space = source.spec().sampled
-        if space is not None and not self.sampled:
-            self.sampled = draw(space, [])
-        self._take()
-
-    def draw(self, sweep: Sweep) -> tuple[Added, dict[str, Job]]:
-        """What a sampler gives next, told the losses at the boundary so far; it is written down first."""
-        space = self.spec.sampled
-        assert space is not None
-        losses = [sweep.boundary_loss(name) for name in self.jobs]
-        drawn = draw(space, list(zip(self.sampled, losses, strict=True)))
-        if not drawn:
-            return Added(()), {}
-        before = len(self.sampled)
-        self.sampled += drawn
-        self._take()
-        write_sweep(self.source.directory, self.record())
-        names = list(self.jobs)[before:]
-        return Added(tuple(self.trials()[before:])), {name: self.jobs[name] for name in names}
-
-    def all_requests(self) -> list[JobRequest]:
-        """Of every configuration; of those that are still to be drawn, name and directory only."""
-        requests = [job.request for job in self.jobs.values()]
-        if self.spec.sampled is not None:
-            some = self.sampled[:1] * self.spec.sampled.n_trials
-            later = self.source.spec(some).run.adapters[len(requests) :]
-            requests += [JobRequest(spec=spec, train_store="", train_hash="") for spec in later]
-        return requests
-
-    def _take(self) -> None:
-        """Prepare the configurations that are new; those before may be training."""
-        self.spec = spec = self.source.spec(self.sampled)
-        new = msgspec.structs.replace(spec.run, adapters=spec.run.adapters[len(self.jobs) :])
-        self.model_dir, requests = self._prepare(new)
-        for request, work in zip(requests, plan_work(requests), strict=True):
-            if not work.val_rows:
-                raise UsageError(
-                    f"adapter {request.spec.name}: no validation rows, and a sweep ranks by validation loss; "
-                    "raise val_fraction, or set val_data"
-                )
-            stopped_early = msgspec.structs.replace(request, early_exit=spec.early_exit)
-            self.jobs[request.spec.name] = Job(stopped_early, work)
-
-    def _prepare(self, run: RunSpec) -> tuple[Path, list[JobRequest]]:
-        """As for a run. What is wrong in the same way with several configurations is said once."""
-        try:
-            model_dir, requests = prepare(run, self.console, resume=self.resume)
-            self.base = base_identity(model_dir)
-            check_prepared(run, self.base, requests)
-            return model_dir, requests
-        except UsageError as error:
-            lines: dict[str, str] = {}
-            for line in str(error).splitlines():
-                without = line
-                for adapter in run.adapters:
-                    without = without.replace(f"adapter {adapter.name}:", "adapter:")
-                lines.setdefault(without, line)
-            raise UsageError("\n".join(lines.values())) from None
-
-    def specs(self) -> list[AdapterSpec]:
-        """Of the configurations so far."""
-        return [job.request.spec for job in self.jobs.values()]
-
-    def trials(self) -> list[Trial]:
-        """As the sweep's machine takes them, in the file's order."""
-        return [
-            Trial.of(
-                name,
-                batch=job.request.spec.per_device_train_batch_size,
-                total_steps=job.work.total_steps,
-                warmup=self.spec.early_exit.warmup,
-            )
-            for name, job in self.jobs.items()
-        ]
-
-    def record(self) -> SweepRecord:
-        """What `sweep.json` says of it."""
-        hyper_parameters = dict(zip(self.jobs, self.spec.hyper_parameters, strict=True))
-        return SweepRecord(
-            name=self.spec.name,
-            model=self.spec.run.model,
-            base_dtype=self.spec.run.base_dtype,
-            early_exit=msgspec.to_builtins(self.spec.early_exit),
-            created=self.created,
-            configurations=[
-                Configuration(
-                    name=name,
-                    hyper_parameters=hyper_parameters[name],
-                    total_steps=job.work.total_steps,
-                    samples_total=job.work.samples(job.work.total_steps),
-                    output_dir=job.request.spec.output_dir,
-                )
-                for name, job in self.jobs.items()
-            ],
-            sampled=self.sampled,
-        )
-
-
-def _earlier(source: SweepFile, *, resume: bool) -> SweepRecord | None:
-    """The sweep that is in the directory already; UsageError when there is one and `resume` was not said."""
-    before = read_sweep(source.directory)
-    if before is not None and not resume:
-        raise UsageError(
-            f"{source.directory} already holds a sweep ({before.name}); go on with --resume, or choose "
-            "another output_dir"
-        )
-    return before
-
-
-def _check_same(before: SweepRecord, now: SweepRecord) -> None:
-    """UsageError naming what a resumed sweep would do otherwise than it began."""
-    changes = [
-        f"{key}: {shorten(getattr(before, key))} → {shorten(getattr(now, key))}"
-        for key in ("model", "base_dtype")
-        if getattr(before, key) != getattr(now, key)
-    ]
-    changes += [
-        f"early_exit {key}: {before.early_exit.get(key)} → {value}"
-        for key, value in now.early_exit.items()
-        if before.early_exit.get(key) != value
-    ]
-    old, new = ({one.name: one for one in record.configurations} for record in (before, now))
-    changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]
-    changes += [f"configuration {name} is new" for name in new.keys() - old.keys()]
-    changes += [
-        f"configuration {name}: {old[name].total_steps} → {new[name].total_steps} steps"
-        for name in old.keys() & new.keys()
-        if old[name].total_steps != new[name].total_steps
-    ]
-    if old.keys() == new.keys():
-        changes += [
-            f"configuration {name}: {key}: {shorten(was.get(key))} → {shorten(value)}"
-            for name, was in ((name, one.hyper_parameters) for name, one in old.items())
-            for key, value in new[name].hyper_parameters.items()
-            # Data may have been moved: each run compares its tokens.
-            if was.get(key) != value and key not in ("data", "val_data")
-        ]
-    if changes:
-        shown = "; ".join(sorted(changes)[:4]) + (f"; {len(changes) - 4} more" if len(changes) > 4 else "")
-        raise UsageError(
-            f"this is not the sweep that was begun: {shown}; restore it, or choose another output_dir"
-        )
 
 
 def _draw(made: Prepared, machine: Sweep, memory: Memory) -> tuple[Added, dict[str, Job]]:

@@ -48,6 +48,8 @@ def _rows(
     last: dict[str, Decision] = {}
     best: dict[str, float] = {}
     for decision in decisions:
+        if decision.event == "cloned":
+            continue  # nothing of the configuration itself
         last[decision.job] = decision
         loss = decision.evidence.get("best_val_loss")
         if loss is not None:

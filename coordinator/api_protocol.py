@@ -22,7 +22,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from gshare.agent.jobs.events import Event
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.events import Event, Exit
 from gshare.agent.jobs.spec import AdapterSpec, BaseDtype, ScheduleName
 from gshare.agent.node.protocol import BundleKind, NodeInfo
 
@@ -56,6 +57,7 @@ class ApiWelcome(_Message, frozen=True, kw_only=True, tag="api_welcome"):
     pid: int
     cluster: str  # the file that names the nodes
     journal_id: str
+    knows: list[str] = []  # as in `NodeHello`
 
 
 # --- what a submission consists of
@@ -82,13 +84,19 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. `base_mb` and `adapter_mb`: the estimate's parts, MiB; 0: not known here."""
+    """One adapter. `base_mb` and `adapter_mb`: the estimate's parts, MiB; 0: not known here.
+
+    `early_exit` and `pause_at` are those of a `JobRequest`: of a configuration of a sweep. After `pause_at`
+    steps it is evaluated, its checkpoint comes home, and it holds no place until it is resumed or stopped.
+    """
 
     spec: AdapterSpec  # `seed` and `lora_alpha` filled in, paths absolute
     data: LocalFile
     val_data: LocalFile | None = None
     base_mb: int = 0
     adapter_mb: int = 0
+    early_exit: EarlyExit | None = None
+    pause_at: int = 0
 
 
 # --- requests
@@ -123,8 +131,11 @@ class ReadLeaderboard(_Message, frozen=True, kw_only=True, tag="leaderboard"):
 
 
 class StopClusterJobs(_Message, frozen=True, kw_only=True, tag="stop"):
+    """`reason`: for people; empty: a user's word."""
+
     id: int
     jobs: list[str]
+    reason: str = ""
 
 
 class PauseClusterJobs(_Message, frozen=True, kw_only=True, tag="pause"):
@@ -262,6 +273,9 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # this and the next two: only when `orders` was asked for
     base_dtype: str = ""
     spec: AdapterSpec | None = None
+    parked: bool = False  # paused at its `pause_at`: it holds no place, and goes on where there is one
+    exit: Exit | None = None  # of a stopped one: the pattern of its own losses that has stopped it
+    submission: str = ""  # the one that it came with
 
 
 class JobRows(_Message, frozen=True, kw_only=True, tag="job_rows"):

@@ -3,6 +3,8 @@
 - An attempt's number is written with the `Start` that sends it, in one transaction, and never used again.
 - Only the current attempt may change a job. Older ones are told to stop, and their files may go once they
   ended. A node that was lost and comes back before a newer attempt was started goes on with its own.
+- One that has come to its `pause_at` is over, and its job parked: it holds no place, and goes on in a new
+  attempt, anywhere, from the checkpoint that came home.
 - An attempt that failed by its node's fault is made again elsewhere, a bounded number of times, later each
   time; a job's own failure ends it.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.node.protocol import AttemptStatus
 from gshare.coordinator.actions import Forget, Pause, Resume, Start, Stop
+from gshare.coordinator.events import BY_USER
 from gshare.coordinator.facts import PLACED_STATES, JobOutcome, JobRecord
 from gshare.coordinator.placement import Never, Placed
 from gshare.coordinator.transfers import Transfers
@@ -48,7 +51,7 @@ class Attempts(Transfers):
         job.agent = self._agents.get(placed.node, "")
         job.state, job.reason = "starting", ""
         job.ended_there = job.adoptable = job.stop_sent = job.pulling = False
-        job.there_step = 0
+        job.there_step, job.exit = 0, None
         self._on_node.setdefault(placed.node, {})[name] = None
         self._recount[placed.node] = None
         self._send_start(job)
@@ -113,7 +116,7 @@ class Attempts(Transfers):
         if not over:
             reason = f"attempt {job.attempt} is the current one, the job is {job.state}"
             self._out.append(Stop(node=node, job=name, attempt=attempt, reason=reason))
-        elif attempt != job.attempt or job.state in ("completed", "diverged"):
+        elif attempt != job.attempt or job.state in ("completed", "diverged") or job.published == attempt:
             self._out.append(Forget(node=node, job=name, attempt=attempt))
         elif job.state == "stopped" and job.outcome is not None:
             return  # the results, which were not placed: for whoever fetches them
@@ -121,6 +124,8 @@ class Attempts(Transfers):
             # What it leaves is brought home before it may go: a user may resume the job.
             job.last_node, job.ended_there = node, True
             self._pull(job, node, status.checkpoint_step, forget=True)
+        elif job.parked and job.last_node == node:  # it was away before its checkpoint had come home
+            self._pull(job, node, status.checkpoint_step)
 
     def _current(self, job: JobRecord, status: AttemptStatus, *, fresh: bool) -> None:
         self._touch(job)
@@ -149,7 +154,7 @@ class Attempts(Transfers):
     def _repeat_wish(self, job: JobRecord, status: AttemptStatus) -> None:
         name, attempt, node = status.job, status.attempt, job.node
         if job.wish == "stop":
-            self._out.append(Stop(node=node, job=name, attempt=attempt, reason="stopped by its user"))
+            self._out.append(Stop(node=node, job=name, attempt=attempt, reason=job.why or BY_USER))
         elif job.wish == "pause" and status.state != "paused":
             self._out.append(Pause(node=node, job=name, attempt=attempt))
         elif job.wish == "run" and status.state == "paused":
@@ -181,6 +186,15 @@ class Attempts(Transfers):
 
     def _stopped(self, job: JobRecord, status: AttemptStatus) -> None:
         node, asked = job.node, job.stop_sent
+        if status.parked and not job.past:
+            self._park(job, status)
+            return
+        if status.exit is not None or (
+            job.wish == "stop" and job.facts.early_exit and status.checkpoint_step
+        ):
+            job.exit, job.why = status.exit, status.reason
+            self._finish(job, "stopped")
+            return
         if job.wish != "stop":
             self._again(job, status.reason or f"stopped on {node}", count=not asked, avoid=False)
             self._pull(job, node, status.checkpoint_step)
@@ -189,6 +203,17 @@ class Attempts(Transfers):
         job.ended_there = True
         self._end(job, "stopped", status.reason)
         self._pull(job, node, status.checkpoint_step, forget=True)
+
+    def _park(self, job: JobRecord, status: AttemptStatus) -> None:
+        """It waits for a word: from its checkpoint, which comes home, it goes on, or ends with that."""
+        node = job.node
+        self._leave_node(job)
+        job.ended_there = job.parked = True
+        job.state = "paused"
+        self._touch(job)
+        self._pull(job, node, status.checkpoint_step)
+        if job.wish == "stop":
+            self._end_parked(job)
 
     def _failed(self, job: JobRecord, reason: str, *, retry: bool, checkpoint_step: int) -> None:
         node = job.node

@@ -175,6 +175,7 @@ class Executor:
             "attempt": action.attempt,
             "gpu": action.gpu,
             "budget_mb": action.budget_mb,
+            "past": record.past,
             **start_fields(order, model, checkpoint),
         }
         try:
@@ -226,8 +227,10 @@ class Executor:
         record = self._job(action.job)
         if record is None:
             return None
-        # One that diverged has no final adapter: its last checkpoint, from before, comes instead.
-        last: BundleKind = "final" if record.outcome in (None, "completed") else "checkpoint"
+        # One that diverged has no final adapter, nor has one that somebody stopped: its last checkpoint comes
+        # instead.
+        whole = record.outcome in (None, "completed") or record.exit is not None
+        last: BundleKind = "final" if whole else "checkpoint"
         best: Bundle | None = None
         try:
             with self._home:
@@ -264,12 +267,17 @@ class Executor:
         record = self._job(action.job)
         if record is None:
             return None
-        output_dir = Path(read_order(record.facts).job.spec.output_dir)
+        order = read_order(record.facts)
+        output_dir = Path(order.job.spec.output_dir)
         mark = f"{self._owner}/{action.job}"
         if action.job in self._placing:
             return _publish_failed(action, f"{output_dir}: an earlier try has not ended there", retry=True)
         self._placing.add(action.job)
         try:
+            if record.parked:  # its checkpoint of that step is at home, and its result
+                with self._home:
+                    files = come_home(checkpoint_refs(record.checkpoint), order, self._home.blobs)
+                    self._home.note_brought(action.job, action.attempt, files)
             await asyncio.to_thread(self._home.place, action.job, action.attempt, output_dir, mark)
         except (DiskFull, OutputTaken) as error:
             return _publish_failed(action, str(error), retry=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gshare.agent.jobs.names import shorten
+from gshare.agent.node.protocol import EARLY_EXIT
 from gshare.coordinator.actions import CheckBest, ClusterAction, Pause, Resume, Stop
 from gshare.coordinator.attempts import Attempts
 from gshare.coordinator.config import NodeConfig
@@ -59,6 +60,7 @@ class Cluster(Attempts):
         self.nodes: dict[str, NodeMachine] = {}
         self.wall = 0.0
         self._configs: dict[str, NodeConfig] = {}
+        self._knows: dict[str, tuple[str, ...]] = {}  # node → what its agent knows
         self._order = max((job.order for job in self.jobs.values()), default=0)
         self._hold, self._placing, self._settled_at = False, False, 0.0
         self._untried: list[str] = []  # nodes of the start that were not tried yet, some others among them
@@ -182,6 +184,7 @@ class Cluster(Attempts):
             del self.nodes[event.node], self._configs[event.node]
             self._placement.remove_node(event.node)
             self._agents.pop(event.node, None)
+            self._knows.pop(event.node, None)
 
     def _node_deploying(self, event: NodeDeploying) -> None:
         node = self.nodes.get(event.node)
@@ -193,6 +196,7 @@ class Cluster(Attempts):
         if node is None:
             return
         running = self._running(event.node)
+        self._knows[event.node] = event.knows
         self._became(node.came_up(self.now, self.wall, event.info, running, event.draining))
         self._view(node)
         here = list(self._on_node.get(event.node, ()))
@@ -265,7 +269,8 @@ class Cluster(Attempts):
 
     def _view(self, node: NodeMachine) -> None:
         config, info = self._configs[node.name], node.info
-        self._placement.set_node(view_of(config, info, placeable=node.placeable))
+        knows = EARLY_EXIT in self._knows.get(node.name, ())
+        self._placement.set_node(view_of(config, info, placeable=node.placeable, early_exit=knows))
 
     def _running(self, node: str) -> int:
         return sum(self.jobs[name].state in PLACED_STATES for name in self._on_node.get(node, ()))
@@ -310,15 +315,18 @@ class Cluster(Attempts):
             self._touch(job)
             self._say("info", f"{event.job} is done already, its files are being fetched", job=event.job)
             return
-        job.wish = "stop"
+        job.wish, job.why = "stop", event.reason
         self._touch(job)
         if not job.node:
             self._placement.drop(event.job)
-            self._end(job, "stopped", "stopped by its user")
+            if job.parked:
+                self._end_parked(job)
+            else:
+                self._end(job, "stopped", event.reason)
             return
         job.stop_sent = True
         args = {"node": job.node, "job": event.job, "attempt": job.attempt}
-        self._out.append(Stop(**args, reason="stopped by its user"))
+        self._out.append(Stop(**args, reason=event.reason))
 
     def _pause_job(self, event: PauseJob) -> None:
         job = self.jobs.get(event.job)
@@ -336,12 +344,19 @@ class Cluster(Attempts):
         job = self.jobs.get(event.job)
         if job is None:
             return
-        if job.state == "stopped" and job.outcome is not None and self._is_up(job.last_node):
+        if job.state == "stopped" and job.published == job.attempt > 0:
+            self._say(
+                "info", f"{event.job} was stopped, and its results are in its output_dir", job=event.job
+            )
+        elif job.state == "stopped" and job.outcome is not None and self._is_up(job.last_node):
             job.state, job.wish, job.reason = "publishing", "run", ""  # it was trained to its end there
             self._put_on_node(job, job.last_node, running=False)
             self._publish(job)
         elif job.state in ("stopped", "failed") or (job.state == "paused" and not job.node):
             job.outcome = None
+            if job.parked:
+                job.parked, job.past = False, True
+            job.why = ""
             job.state, job.wish, job.reason, job.faults, job.avoid = "waiting", "run", "", 0, ()
             self._not_before.pop(event.job, None)
             self._touch(job)

@@ -11,6 +11,9 @@ from gshare.agent.node.protocol import AttemptStatus, NodeInfo
 from gshare.coordinator.config import NodeConfig
 from gshare.coordinator.facts import CheckpointRef, JobFacts
 
+#: Why a job was stopped, where nobody says.
+BY_USER = "stopped by its user"
+
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all events."""
@@ -61,13 +64,14 @@ class NodeDeploying(_Event, frozen=True, kw_only=True, tag="node_deploying"):
 
 class NodeUp(_Event, frozen=True, kw_only=True, tag="node_up"):
     """The channel stands and the agent has answered. `attempts`: all of this owner that it knows; `agent`:
-    who it is, empty where that is not known."""
+    who it is, empty where that is not known; `knows` as in its `NodeHello`."""
 
     node: str
     info: NodeInfo
     attempts: tuple[AttemptStatus, ...] = ()
     draining: bool = False
     agent: str = ""
+    knows: tuple[str, ...] = ()
 
 
 class NodeBeat(_Event, frozen=True, kw_only=True, tag="node_beat"):
@@ -95,6 +99,7 @@ class Submit(_Event, frozen=True, kw_only=True, tag="submit"):
 
 class StopJob(_Event, frozen=True, kw_only=True, tag="stop_job"):
     job: str
+    reason: str = BY_USER
 
 
 class PauseJob(_Event, frozen=True, kw_only=True, tag="pause_job"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from gshare.agent.jobs.events import Exit
 
 #: waiting     for a place; or, after its node was lost, for another one
 #: starting    an attempt was written and sent; the node has not said that it runs
@@ -53,6 +54,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int | None = None  # of the model; None: unknown, so not for CPU-only nodes
     model: str = ""  # as the user named it
     sendable: bool = True  # False: only nodes whose `models` name it can have it
+    early_exit: bool = False  # of a sweep: needs an agent that knows it, and ends with results when stopped
+    pause_at: int = 0  # after so many steps it leaves its node until it is resumed; 0: nowhere
     payload: bytes = b""  # the whole order, for whoever starts it; opaque here
 
 
@@ -100,3 +103,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     best_step: int | None = None
     position: int = 0  # in the node's queue for GPU memory
     reason: str = ""
+    parked: bool = False  # it has come to its `pause_at`, and was not resumed yet
+    past: bool = False  # it was: the next attempts only evaluate and save there
+    exit: Exit | None = None  # the pattern of its own losses that has stopped it
+    why: str = ""  # it is stopped, while its results are on their way home

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from gshare.agent.jobs.names import name_fault
+from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.node.checks import MAX_ATTEMPT
 from gshare.agent.node.protocol import AttemptStatus, NodeEventFrame
 from gshare.agent.service.wire import MAX_FRAME, WireError
@@ -85,6 +85,8 @@ def checked_attempts(attempts: Sequence[AttemptStatus], known: Callable[[str], i
             raise WireError(f"a job named {fault}")
         if status.attempt < 0 or status.attempt > max(MAX_UNKNOWN_ATTEMPT, known(status.job)):
             raise WireError(f"attempt {status.attempt} of a job: nobody has counted so far")
+        if status.exit is not None and len(msgspec.json.encode(status.exit)) > MAX_TEXT:
+            raise WireError(f"evidence of more than {MAX_TEXT} bytes for the exit of {shorten(status.job)}")
     return [
         status
         if len(status.reason) <= REASON_KEPT

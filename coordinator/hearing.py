@@ -77,7 +77,14 @@ class Hearing:
         mine = tuple(self._mine(attempts))
         self._listed[node] = {(status.job, status.attempt): status for status in mine}
         self._feed(
-            events.NodeUp(node=node, info=info, attempts=mine, draining=hello.draining, agent=hello.agent_id)
+            events.NodeUp(
+                node=node,
+                info=info,
+                attempts=mine,
+                draining=hello.draining,
+                agent=hello.agent_id,
+                knows=tuple(hello.knows),
+            )
         )
 
     def beat(self, node: str, info: NodeInfo) -> None:

@@ -56,6 +56,8 @@ def facts_of(order: Order, submission: str) -> JobFacts:
         adapter_mb=order.job.adapter_mb,
         parameters=order.model.parameters or None,
         model=order.model.name,
+        early_exit=order.job.early_exit is not None or order.job.pause_at > 0,
+        pause_at=order.job.pause_at,
         sendable=bool(order.model.files) or not order.model.name.startswith("/"),
         payload=msgspec.msgpack.encode(order),
     )
@@ -115,4 +117,6 @@ def start_fields(order: Order, model: ModelRef, checkpoint: Sequence[BlobRef]) -
         "data": blob_ref(order.job.data),
         "val_data": blob_ref(order.job.val_data) if order.job.val_data else None,
         "checkpoint": list(checkpoint),
+        "early_exit": order.job.early_exit,
+        "pause_at": order.job.pause_at,
     }

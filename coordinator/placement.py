@@ -54,6 +54,7 @@ class _Needs(NamedTuple):
     small: bool  # small enough for a CPU
     parameters: int | None
     only_model: str  # only nodes that have it; empty: any
+    early_exit: bool  # only nodes whose agent knows it
     avoid: frozenset[str]
 
 
@@ -81,6 +82,7 @@ def needs_of(facts: JobFacts, avoid: tuple[str, ...] = ()) -> _Needs:
         small,
         facts.parameters,
         only,
+        facts.early_exit,
         frozenset(avoid),
     )
 
@@ -335,13 +337,15 @@ def _fits(needs: _Needs, node: _Node, slot: Slot) -> int | None:
     mb = needs.adapter_mb if needs.base in slot.bases else needs.base_mb + needs.adapter_mb
     if mb > slot.available_mb or (not slot.view.gpu and not needs.small) or slot.node in needs.avoid:
         return None
+    if needs.early_exit and not node.view.early_exit:
+        return None
     return None if needs.only_model and needs.only_model not in node.view.models else mb
 
 
 def _capacities(view: NodeView) -> object:
     """What `_why_never` looks at."""
     slots = None if view.slots is None else [(s.gpu, s.capacity_mb, s.max_adapters) for s in view.slots]
-    return view.max_adapters, view.models, slots
+    return view.max_adapters, view.models, slots, view.early_exit
 
 
 def _why_never(needs: _Needs, node: _Node) -> str | None:
@@ -356,6 +360,10 @@ def _why_never(needs: _Needs, node: _Node) -> str | None:
         return f"its `models` in cluster.toml does not name {needs.only_model}, which cannot be sent"
     if view.slots is None:
         return None
+    if needs.early_exit and not view.early_exit:
+        return (
+            "its agent is of an older gshare that knows no early exit; end it there with `gshare agent stop`"
+        )
     reasons = []
     mb = needs.base_mb + needs.adapter_mb
     for slot in view.slots:

@@ -58,6 +58,7 @@ from gshare.coordinator.api_protocol import (
 from gshare.coordinator.cluster import Cluster
 from gshare.coordinator.facts import ENDED_STATES, JobRecord
 from gshare.coordinator.file_transfer import pull_bundle
+from gshare.coordinator.heard import REASON_KEPT
 from gshare.coordinator.home import Home
 from gshare.coordinator.homecoming import come_home
 from gshare.coordinator.leaderboard import ranked, row_of
@@ -181,6 +182,9 @@ class Requests:
             best_step=job.best_step,
             output_dir=order.job.spec.output_dir,
             reason=job.reason,
+            parked=job.parked and job.state == "paused",
+            exit=job.exit,
+            submission=job.facts.submission,
             placed=bool(job.published) and job.published == job.attempt,
             position=job.position,
             model=order.model.name if with_order else "",
@@ -238,6 +242,7 @@ class Requests:
         jobs = {name: self._job(name) for name in request.jobs}  # all of them, before anything is done
         failed: dict[str, str] = {}
         told: dict[str, str] = {}
+        why = (request.reason[:REASON_KEPT] if isinstance(request, StopClusterJobs) else "") or events.BY_USER
         wanted: list[events.ClusterEvent] = []
         for name, job in jobs.items():
             if isinstance(request, StopClusterJobs):
@@ -251,9 +256,9 @@ class Requests:
                             f"job {name} is done, its results are being brought home; "
                             "stop it once more to end it without them"
                         )
-                    wanted.append(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name, reason=why))
                 else:
-                    wanted.append(events.StopJob(job=name))
+                    wanted.append(events.StopJob(job=name, reason=why))
             elif isinstance(request, PauseClusterJobs):
                 if job.state in ENDED_STATES or job.state in ("publishing", "placing"):
                     failed[name] = f"job {name} cannot be paused: it is {job.state}"
@@ -263,6 +268,11 @@ class Requests:
                     wanted.append(events.PauseJob(job=name))
             elif job.state in ("completed", "diverged", "publishing", "placing"):
                 failed[name] = f"job {name} cannot be resumed: it is {job.state}"
+            elif job.state == "stopped" and job.published == job.attempt > 0:
+                failed[name] = (
+                    f"job {name} cannot be resumed: it was stopped, and its results are in "
+                    f"{read_order(job.facts).job.spec.output_dir}; submit it anew with another output_dir"
+                )
             else:
                 wanted.append(events.ResumeJob(job=name))
         if wanted:

@@ -22,6 +22,7 @@ from gshare.agent.errors import GshareError, RetryLater
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.node.protocol import (
+    EARLY_EXIT,
     Attempts,
     AttemptsDone,
     BundleFiles,
@@ -406,6 +407,7 @@ class Coordinator:
             pid=os.getpid(),
             cluster=self.config.source,
             journal_id=self._session,
+            knows=[EARLY_EXIT],
         )
 
 

@@ -33,9 +33,12 @@ class NodeView(NamedTuple):
     max_adapters: int | None
     models: frozenset[str]
     slots: tuple[SlotView, ...] | None
+    early_exit: bool = False  # its agent knows it
 
 
-def view_of(config: NodeConfig, info: NodeInfo | None, *, placeable: bool) -> NodeView:
+def view_of(
+    config: NodeConfig, info: NodeInfo | None, *, placeable: bool, early_exit: bool = False
+) -> NodeView:
     """The configuration, where it says something, else what the node says itself."""
     slots: tuple[SlotView, ...] | None = None
     if info is not None:
@@ -45,7 +48,8 @@ def view_of(config: NodeConfig, info: NodeInfo | None, *, placeable: bool) -> No
         if not slots and not listed:
             capacity = int(min(info.ram_mb, config.ram_mb or info.ram_mb) * RESERVE_FACTOR["cpu"])
             slots = (SlotView("", CPU_FACTOR, capacity, info.ram_free_mb),)
-    return NodeView(config.name, placeable, config.max_adapters, frozenset(config.models), slots)
+    models = frozenset(config.models)
+    return NodeView(config.name, placeable, config.max_adapters, models, slots, early_exit)
 
 
 def _gpu_slot(gpu: GpuInfo, config: GpuConfig | None) -> SlotView:

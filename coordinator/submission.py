@@ -36,26 +36,29 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 Say = Callable[[str], None]
 
 
-def build_submission(run: RunSpec, say: Say = lambda text: None) -> dict[str, Any]:
-    """The fields of `SubmitToCluster`, besides its id.
+def build_submission(
+    run: RunSpec, say: Say = lambda text: None, known: dict[Path, LocalFile] | None = None
+) -> dict[str, Any]:
+    """The fields of `SubmitToCluster`, besides its id. `known`: the files hashed so far; it gets the others.
 
     UsageError: a model's directory without config.json, a file that cannot be read, an adapter beyond the
     model when that can be told here.
     """
+    known = {} if known is None else known
     shape, max_positions = _shape(run.model)
     if shape is not None:
         faults = Faults()
         add_model_faults(run.adapters, shape.num_layers, max_positions, faults)
         faults.raise_if_any()
-    model = _model(run.model, shape, say)
+    model = _model(run.model, shape, say, known)
     jobs = []
     for spec in run.adapters:
         base_mb, adapter_mb = _memory(run, spec, shape)
         jobs.append(
             JobSubmission(
                 spec=spec,
-                data=_file(Path(spec.data), say),
-                val_data=_file(Path(spec.val_data), say) if spec.val_data else None,
+                data=_file(Path(spec.data), say, known),
+                val_data=_file(Path(spec.val_data), say, known) if spec.val_data else None,
                 base_mb=base_mb,
                 adapter_mb=adapter_mb,
             )
@@ -104,14 +107,14 @@ def _read_shape(directory: Path) -> tuple[ModelShape, int]:
     return ModelShape.of(config), config.max_position_embeddings
 
 
-def _model(name: str, shape: ModelShape | None, say: Say) -> ModelSource:
+def _model(name: str, shape: ModelShape | None, say: Say, known: dict[Path, LocalFile]) -> ModelSource:
     path = Path(name)
     files: Sequence[Path] = ()
     if path.is_absolute() and path.is_file():
         files = [path]
     elif path.is_absolute() and path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in _MODEL_SUFFIXES and p.is_file())
-    sent = tuple(_file(file, say) for file in files)
+    sent = tuple(_file(file, say, known) for file in files)
     return ModelSource(name=name, files=sent, parameters=shape.parameters if shape else 0)
 
 
@@ -150,12 +153,16 @@ def _memory(run: RunSpec, spec: AdapterSpec, shape: ModelShape | None) -> tuple[
     return max(1, with_allowance(estimate.total) - adapter_mb), adapter_mb
 
 
-def _file(path: Path, say: Say) -> LocalFile:
+def _file(path: Path, say: Say, known: dict[Path, LocalFile]) -> LocalFile:
+    if path in known:
+        return known[path]
     say(f"hashing {path.name}")
     # It gets this name on the node, where the format of data goes by the suffix.
     names = (path.name, f"file{path.suffix}")
     name = next((name for name in names if name_fault(name) is None), "file")
     try:
-        return LocalFile(name=name, path=str(path), sha256=hash_file(path), size=path.stat().st_size)
+        size = path.stat().st_size
+        known[path] = LocalFile(name=name, path=str(path), sha256=hash_file(path), size=size)
+        return known[path]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None

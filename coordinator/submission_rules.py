@@ -14,7 +14,14 @@ from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.names import name_fault, shorten
 from gshare.agent.jobs.spec_rules import run_value
-from gshare.agent.node.checks import MAX_FILES, check_file_name, check_sha256, check_size, check_spec
+from gshare.agent.node.checks import (
+    MAX_FILES,
+    check_exits,
+    check_file_name,
+    check_sha256,
+    check_size,
+    check_spec,
+)
 from gshare.coordinator.api_protocol import JobSubmission, LocalFile, SubmitToCluster
 
 #: MiB of a base or an adapter, as `ram_mb` in cluster.toml.
@@ -88,6 +95,7 @@ def _check_job(job: JobSubmission, where: str, faults: Faults) -> None:
     if (fault := directory_fault(job.spec.output_dir)) is not None:
         faults.add(f"{where}, output_dir", fault)
     check_spec(job.spec, where, faults)
+    check_exits(job.early_exit, job.pause_at, where, faults)
     _check_file(job.data, f"{where}, data", faults)
     if job.val_data is not None:
         _check_file(job.val_data, f"{where}, val_data", faults)

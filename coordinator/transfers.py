@@ -26,7 +26,7 @@ from gshare.coordinator.actions import (
     Start,
     Stop,
 )
-from gshare.coordinator.events import BroughtHome, CheckpointPulled, PublishFailed
+from gshare.coordinator.events import BY_USER, BroughtHome, CheckpointPulled, PublishFailed
 from gshare.coordinator.facts import ENDED_STATES, PLACED_STATES, JobOutcome, JobRecord
 from gshare.coordinator.node_state import LOST_AFTER_S
 from gshare.coordinator.placement import Placement
@@ -178,6 +178,8 @@ class Transfers:
         self._pulls.get(job.node or job.last_node, {}).pop(job.facts.name, None)
         self._touch(job)
         self._queue(job)
+        if job.parked and job.state == "paused" and job.wish == "stop":
+            self._end_parked(job)
 
     def _pulled(self, event: CheckpointPulled) -> None:
         job, new = self.jobs.get(event.job), event.checkpoint
@@ -192,6 +194,17 @@ class Transfers:
             self._out.append(Forget(node=job.last_node, job=event.job, attempt=job.attempt))
 
     # --- publication
+
+    def _end_parked(self, job: JobRecord) -> None:
+        """A parked job was stopped: its checkpoint at home is its result. One on its way is waited for."""
+        if job.pulling:
+            return
+        if job.checkpoint is not None and job.checkpoint.step == job.facts.pause_at:
+            job.state, job.outcome = "placing", "stopped"
+            self._publish(job)
+        else:
+            text = f"its checkpoint has not come home from node {job.last_node}"
+            self._end(job, "stopped", f"{job.why or BY_USER}; {text}")
 
     def _publish(self, job: JobRecord) -> None:
         name = job.facts.name
@@ -247,14 +260,17 @@ class Transfers:
             self._leave_node(job)
         why = f" ({job.reason})" if job.reason else ""
         job.publish_again = False
-        self._end(job, "stopped", f"stopped by its user; {results_stay(job)}{why}")
+        self._end(job, "stopped", f"{job.why or BY_USER}; {results_stay(job)}{why}")
 
     def _published(self, name: str, attempt: int) -> None:
         job = self.jobs.get(name)
         if job is None or not self.is_current(name, attempt) or job.state != "placing":
             return
         job.published, job.publish_again = attempt, False
-        self._end(job, job.outcome or "completed")
+        stopped = job.outcome == "stopped"
+        self._end(job, job.outcome or "completed", job.why if stopped else "")
+        if stopped:
+            job.outcome = None  # the node keeps nothing that is not here
         self._out.append(Forget(node=job.last_node, job=name, attempt=attempt))
 
     # --- of Attempts

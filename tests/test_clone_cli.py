@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,20 @@ from subprocess import Popen
 
 import msgspec
 import pytest
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.sweep_records import (
+    SWEEP_LOCK,
+    Configuration,
+    DecisionLog,
+    SweepRecord,
+    read_decisions,
+    write_sweep,
+)
 from gshare.agent.service import registry
 from gshare.agent.service.output_dir import read_record
+from gshare.agent.service.registry import take_lock
+from gshare.cli import clone as clone_command
+from gshare.cli.sweep_board import result_of
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -204,3 +217,46 @@ def test_with_its_trainer_gone_too_a_clone_is_a_run_of_its_own(
     code, _, err = gshare("jobs", "clone", "d", "--set", "lr=1e-3", "--name", "e")
     assert code == 1
     assert "run.json: not the record of job d" in err
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_clone_of_a_sweep_s_configuration_is_among_its_decisions(parent: Popen[str], runs: bool) -> None:
+    """As long as the sweep runs. It is stopped by its own losses, as its parent would be."""
+    out = Path("out").absolute()
+    settings = EarlyExit(overfitting_patience=1)
+    one = Configuration(
+        name="a", hyper_parameters={}, total_steps=4000, samples_total=4000, output_dir=str(out / "a")
+    )
+    record = SweepRecord(
+        name="s",
+        model="fake",
+        base_dtype="bf16",
+        early_exit=msgspec.to_builtins(settings),
+        created=1.0,
+        configurations=[one],
+    )
+    write_sweep(out, record)
+    DecisionLog(out).close()
+    lock = take_lock(out / SWEEP_LOCK)
+    assert lock is not None
+    if not runs:
+        os.close(lock)
+    code, _, err = gshare("jobs", "clone", "a", "--set", "lr=1e-3", "--set", script("b"), "--name", "b")
+    assert code == 0, err
+    decisions = [
+        (one.job, one.event, one.reason, one.evidence.get("set", {}).get("learning_rate"))
+        for one in read_decisions(out)
+    ]
+    assert decisions == ([("a", "cloned", "as b, cold", "1e-3")] if runs else [])
+    (row,) = result_of(out)["jobs"]
+    assert row["state"] == "queued"  # the configuration itself is as it was
+    parent_record = read_record(out / "a")
+    assert parent_record is not None
+    sweep = clone_command._sweep_of(parent_record)
+    assert sweep is not None
+    assert sweep.early_exit == settings
+    other = read_record(out / "b")  # the clone is no configuration
+    assert other is not None
+    assert clone_command._sweep_of(other) is None
+    if runs:
+        os.close(lock)

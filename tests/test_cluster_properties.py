@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from gshare.agent.jobs.events import ENDED
+from gshare.agent.jobs.events import ENDED, Exit
 from gshare.agent.node.protocol import AttemptStatus
 from gshare.coordinator.actions import ClusterAction, Place, Publish
 from gshare.coordinator.cluster import Cluster
@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
-from cluster_model import Model, facts, gpu_node
+from cluster_model import BOUNDARY, Model, facts, gpu_node
 
 T = TypeVar("T")
 Pick = Callable[[Sequence[T]], T]
@@ -45,7 +45,8 @@ def submit(model: Model, pick: Pick) -> None:
     name = pick(JOBS)
     old = model.cluster.jobs.get(name)
     again = old is not None and pick((True, True, False))
-    order = facts(name, base=pick("xy"), submission=f"of {model.now} and {len(model.starts)}")
+    of_a_sweep = pick(({}, {"early_exit": True, "pause_at": BOUNDARY}))
+    order = facts(name, base=pick("xy"), submission=f"of {model.now} and {len(model.starts)}", **of_a_sweep)
     model.tell(Submit(facts=old.facts if old is not None and again else order))
 
 
@@ -97,8 +98,22 @@ def advance(model: Model, pick: Pick) -> None:
     node = pick(NODES)
     attempts = [attempt for attempt in model.agents[node].values() if attempt.state not in ENDED]
     if attempts:
+        attempt = pick(attempts)
         end = pick((None, None, None, None, "failed", "stopped"))
-        model.advance(node, pick(attempts), end, retry=True)
+        model.advance(node, attempt, end, retry=True)
+
+
+def leave_early(model: Model, pick: Pick) -> None:
+    """A job of a sweep is stopped by its own losses."""
+    attempts = [
+        (node, attempt)
+        for node in NODES
+        for attempt in model.agents[node].values()
+        if attempt.exits and attempt.state == "running"
+    ]
+    if attempts:
+        node, attempt = pick(attempts)
+        model.advance(node, attempt, "stopped", Exit(pattern="overfitting", step=attempt.step))
 
 
 def deliver(model: Model, pick: Pick) -> None:
@@ -142,6 +157,7 @@ WEIGHTS: dict[Callable[[Model, Pick], None], float] = {
     work: 3,
     place: 4,
     advance: 2,
+    leave_early: 2,
     deliver: 6,
     go_well: 12,
     kill: 0.7,
@@ -152,14 +168,18 @@ def mend(model: Model) -> None:
     """All is well again: nothing may be left over."""
     for node in NODES:
         model.connect(node)
-    for job in list(model.cluster.jobs):
-        model.tell(ResumeJob(job=job))
-    model.settle()
-    model.check()
+    for _ in range(3):  # out of what they were doing, to their boundary, and on
+        for job in list(model.cluster.jobs):
+            model.tell(ResumeJob(job=job))
+        model.settle()
+        model.check()
     for name, job in model.cluster.jobs.items():
         assert job.state in ENDED_STATES, f"{name} is left over: {job}"
         at_home = model.placed.get((name, job.facts.submission), [])
-        assert at_home == ([job.attempt] if job.state == "completed" else []), f"{name}: {job}"
+        # One of a sweep that was stopped is at home with what it had: any other was resumed above.
+        has_results = job.state in ("completed", "stopped")
+        assert at_home == ([job.attempt] if has_results else []), f"{name}: {job}"
+        assert job.state != "stopped" or job.facts.early_exit, f"{name}: {job}"
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -201,13 +221,19 @@ def walk(seed: int, machine: type[Cluster] = Cluster, steps: int = 200) -> Model
 
 def test_any_order_that_dice_find() -> None:
     """Counted is that the stories were told at all."""
-    completed = moved = 0
+    completed = moved = parked = dropped = by_itself = 0
     for seed in range(100):
         model = walk(seed)
         completed += sum(job.state == "completed" for job in model.cluster.jobs.values())
         moved += sum(job.attempt > 1 for job in model.cluster.jobs.values())
-    assert completed > 400
+        parked += sum(job.past for job in model.cluster.jobs.values())
+        dropped += sum(job.parked for job in model.cluster.jobs.values())
+        by_itself += sum(job.exit is not None for job in model.cluster.jobs.values())
+    assert completed > 300
     assert moved > 200
+    assert parked > 100
+    assert dropped > 5
+    assert by_itself > 10
 
 
 class Unfenced(Cluster):

@@ -35,16 +35,16 @@ from gshare.coordinator.store import Store
 FIELDS = {
     "ApiHello": "protocol gshare client",
     "DialIn": "node gshare",
-    "ApiWelcome": "protocol gshare owner pid cluster journal_id",
+    "ApiWelcome": "protocol gshare owner pid cluster journal_id knows",
     "LocalFile": "name path sha256 size",
     "ModelSource": "name files parameters",
-    "JobSubmission": "spec data val_data base_mb adapter_mb",
+    "JobSubmission": "spec data val_data base_mb adapter_mb early_exit pause_at",
     "SubmitToCluster": "id submission model base_dtype schedule max_tokens_per_pass max_adapters_per_pass "
     "jobs",
     "ListClusterJobs": "id orders",
     "ListNodes": "id",
     "ReadLeaderboard": "id",
-    "StopClusterJobs": "id jobs",
+    "StopClusterJobs": "id jobs reason",
     "PauseClusterJobs": "id jobs",
     "ResumeClusterJobs": "id jobs",
     "ReadJobLog": "id job max_bytes",
@@ -54,7 +54,7 @@ FIELDS = {
     "ApiRefused": "reply_to reason exit_code",
     "Submitted": "reply_to jobs journal_id after_seq",
     "JobRow": "job state node gpu attempt step total_steps loss val_loss best_val_loss best_step "
-    "output_dir reason placed position model base_dtype spec",
+    "output_dir reason placed position model base_dtype spec parked exit submission",
     "JobRows": "reply_to jobs",
     "NodeRow": "node transport host state reason gshare seen_s jobs info",
     "NodeRows": "reply_to nodes",

@@ -22,7 +22,7 @@ from gshare.agent.service.client import TrainerClient
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
 from fake_runner import weights_after  # noqa: E402
-from node_agents import OWNER, AgentProcess, running_agent  # noqa: E402
+from node_agents import OWNER, AgentProcess, running_agent, wait_no_trainers  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,6 @@ def trainer_pids() -> list[int]:
         pids.append(client.hello.pid)
         client.close()
     return pids
-
-
-def wait_no_trainers() -> None:
-    deadline = time.monotonic() + 30
-    while registry.live_trainers():
-        assert time.monotonic() < deadline, "a trainer outlived its client"
-        time.sleep(0.05)
 
 
 def test_an_attempt_runs_and_its_files_come_back(agent: AgentProcess) -> None:

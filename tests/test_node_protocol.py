@@ -12,12 +12,12 @@ from gshare.agent.service.wire import FrameReader, WireError, convert, encode
 
 FROZEN = {
     "node_client_hello": "protocol gshare client role owner session",
-    "node_hello": "protocol gshare agent_id journal_id pid hostname draining",
+    "node_hello": "protocol gshare agent_id journal_id pid hostname draining knows",
     "describe": "id models",  # models: added; who does not know it ignores it
     "hold_blobs": "id blobs",
     "put_chunk": "id sha256 offset total data",
     "start_attempt": "id job attempt spec model base_dtype schedule max_tokens_per_pass "
-    "max_adapters_per_pass data val_data checkpoint gpu budget_mb timeout_s",
+    "max_adapters_per_pass data val_data checkpoint gpu budget_mb timeout_s early_exit pause_at past",
     "stop_attempts": "id attempts reason",
     "pause_attempts": "id attempts",
     "resume_attempts": "id attempts",
@@ -58,7 +58,7 @@ FROZEN_PARTS = {
     protocol.ReservationInfo: "id gpu_uuid budget_mb peak_mb task pid user created state position reason "
     "clients lease",
     protocol.AttemptStatus: "owner job attempt state step total_steps loss val_loss best_val_loss best_step "
-    "reason retry gpu position checkpoint_step",
+    "reason retry gpu position checkpoint_step exit parked",
 }
 
 

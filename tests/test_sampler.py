@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,3 +46,32 @@ def test_draws_are_a_function_of_what_was_told() -> None:
     # The control: told otherwise, it draws otherwise.
     other = [(values, None if loss is None else -loss) for values, loss in told[:16]]
     assert draw(SPACE, other) != draw(SPACE, told[:16])
+
+
+DRAWN: dict[str, Any] = {"learning_rate": 1e-4, "r": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"target_modules": ["all-linear"]},
+            r"target_modules: \['q_proj', 'v_proj'\] was drawn before, and is not one of",
+        ),
+        ({"r": Range(16, 64)}, "r: 8 was drawn before, and is not from 16 to 64"),
+        (
+            {"seed": Range(1, 9)},
+            "its values were drawn for learning_rate, r, target_modules, not for learning_",
+        ),
+    ],
+)
+def test_ranges_that_no_longer_hold_what_was_drawn_are_named(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str
+) -> None:
+    """A sweep's file that was edited before --resume. The control: as it was, it gets as far as Optuna."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    space = replace(SPACE, ranges={**SPACE.ranges, **changed}, source="s.toml")
+    with pytest.raises(UsageError, match=rf"s\.toml: \[sweep\.ranges\].*{told}.*put it back as it was"):
+        draw(space, [(DRAWN, 1.0)])
+    with pytest.raises(UsageError, match="needs Optuna"):
+        draw(SPACE, [(DRAWN, 1.0)])

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from gshare.agent.errors import UsageError
+from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.sweep_records import Configuration, SweepRecord, read_sweep, write_sweep
+from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.cli import sweep as sweep_command
+from gshare.cli import sweep_cluster, sweep_prepared
 from gshare.cli.main import main
+from gshare.cli.sweep_prepared import Prepared
+from gshare.coordinator import submission
+from gshare.coordinator.api_protocol import ApiWelcome, JobRow
+from rich.console import Console
 
 SWEEP = """\
 model = "{model}"
@@ -53,10 +60,10 @@ def test_a_value_that_was_changed_under_a_numbered_name_is_not_the_same_sweep() 
     before = _record({"target_modules": q}, {"target_modules": qv})
     # As it comes back from the file.
     before = msgspec.json.decode(msgspec.json.encode(before), type=SweepRecord)
-    sweep_command._check_same(before, _record({"target_modules": q}, {"target_modules": qv}))
+    sweep_prepared.check_same(before, _record({"target_modules": q}, {"target_modules": qv}))
     with pytest.raises(UsageError, match=r"configuration s-c2: target_modules: .* → \['k_proj'\]; restore"):
-        sweep_command._check_same(before, _record({"target_modules": q}, {"target_modules": ["k_proj"]}))
-    sweep_command._check_same(_record({"data": "/a"}), _record({"data": "/moved/a"}))
+        sweep_prepared.check_same(before, _record({"target_modules": q}, {"target_modules": ["k_proj"]}))
+    sweep_prepared.check_same(_record({"data": "/a"}), _record({"data": "/moved/a"}))
 
 
 @pytest.fixture
@@ -80,14 +87,14 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
 ) -> None:
     out = file.parent / "out"
     other = _record({"r": 8})
-    take = sweep_command.take_lock
+    take = sweep_prepared.take_lock
 
     def take_later(path: Path) -> int | None:
         if meanwhile:
             write_sweep(out, other)
         return take(path)
 
-    monkeypatch.setattr(sweep_command, "take_lock", take_later)
+    monkeypatch.setattr(sweep_prepared, "take_lock", take_later)
     monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
     code = main(["sweep", str(file), "--device", "cpu", *(["--resume"] if resume else [])])
     err = capsys.readouterr().err
@@ -100,3 +107,83 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
     assert code == (75 if resume else 2), err
     assert ("has gone on there meanwhile" if resume else "already holds a sweep") in err
     assert read_sweep(out) == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--vram", "8"], "--vram is of this machine, and with --cluster the nodes train: leave it out"),
+        (["--no-wait-gpu"], "--no-wait-gpu is of this machine"),
+        (["--device", "cpu"], "--device is of this machine"),
+        (["--no-join"], "--no-join is of this machine"),
+    ],
+)
+def test_flags_of_this_machine_are_refused_with_a_cluster(
+    file: Path, capsys: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    assert main(["sweep", str(file), "--cluster", "cluster.toml", *flags]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert len(err.splitlines()) == 1
+    assert not (file.parent / "out").exists()
+
+
+def test_flags_of_a_coordinator_need_a_cluster(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(file), "--state-dir", "x"]) == 2
+    assert "--state-dir: only with --cluster FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_cluster", [False, True])
+def test_a_sweep_goes_on_where_its_jobs_are(
+    file: Path, capsys: pytest.CaptureFixture[str], on_cluster: bool
+) -> None:
+    """Elsewhere every configuration would be trained a second time."""
+    out = file.parent / "out"
+    out.mkdir()
+    write_sweep(out, msgspec.structs.replace(_record({"r": 8}), cluster="" if on_cluster else "store"))
+    cluster = file.parent / "cluster.toml"
+    cluster.write_text('[[node]]\nname = "a"\ntransport = "local"\n')
+    words = ["--cluster", str(cluster), "--state-dir", str(file.parent / "home")] if on_cluster else []
+    assert main(["sweep", str(file), "--resume", *words]) == 2
+    err = capsys.readouterr().err
+    where = "on this machine: leave out" if on_cluster else "on a cluster: add"
+    assert f"runs {where} --cluster FILE" in err
+    assert not (file.parent / "home").exists()  # no coordinator was started
+
+
+def _client(**welcome: object) -> Any:
+    values = {"protocol": 1, "gshare": "0.1", "owner": "store", "pid": 7, "cluster": "c", "journal_id": "j"}
+    return SimpleNamespace(welcome=ApiWelcome(**{**values, **welcome}))  # type: ignore[arg-type]
+
+
+def test_a_coordinator_that_knows_no_early_exit_gets_no_sweep() -> None:
+    """It would take the jobs and train each to its end."""
+    with pytest.raises(GshareError, match=r"\(pid 7\) is gshare 0.1, which knows no early exit: end it with"):
+        sweep_cluster._check_knows(_client())
+    sweep_cluster._check_knows(_client(knows=["early_exit"]))
+
+
+def test_names_that_the_cluster_has_are_told_before_anything_is_written(file: Path) -> None:
+    made = Prepared(SweepFile(file), [], Console(quiet=True), resume=False)
+    ended = JobRow(job="s-r2", state="completed")
+    sweep_cluster._check_free(made, [ended])
+    with pytest.raises(UsageError, match="configuration s-r2: job s-r2 of the cluster has its name"):
+        sweep_cluster._check_free(made, [msgspec.structs.replace(ended, state="running")])
+    there = JobRow(job="other", state="waiting", output_dir=str(file.parent / "out" / "r4"))
+    with pytest.raises(UsageError, match="configuration s-r4: job other of the cluster has its name"):
+        sweep_cluster._check_free(made, [there])
+
+
+def test_a_submission_says_where_each_pauses_and_hashes_a_file_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    hash_file = submission.hash_file
+    monkeypatch.setattr(submission, "hash_file", lambda path: hashed.append(path) or hash_file(path))
+    file.write_text(file.read_text() + "[early_exit]\nwarmup = 0.5\n")
+    made = Prepared(SweepFile(file), [], Console(quiet=True), resume=False)
+    fields = sweep_cluster._Submissions(made)
+    jobs = [*fields(["s-r2"])["jobs"], *fields(["s-r4"])["jobs"]]
+    assert [(job.spec.name, job.pause_at) for job in jobs] == [("s-r2", 2), ("s-r4", 2)]
+    assert {job.early_exit for job in jobs} == {made.spec.early_exit}
+    assert len(hashed) == len(set(hashed)) > 1

@@ -43,6 +43,21 @@ class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep: float = 0.25  # share of the configurations that go on, rounded up
 
 
+def setting_faults(settings: EarlyExit) -> list[tuple[str, str]]:
+    """(key, what it must be) of every value that is of its type and still none."""
+    checks = (
+        ("window", settings.window >= 2, "be at least 2: a slope needs two values"),
+        ("divergence_patience", settings.divergence_patience >= 1, "be at least 1"),
+        ("overfitting_patience", settings.overfitting_patience >= 1, "be at least 1"),
+        ("slope_threshold", 0 <= settings.slope_threshold < math.inf, "be a finite number, 0 or more"),
+        ("gap_threshold", 0 <= settings.gap_threshold < math.inf, "be a finite number, 0 or more"),
+        ("ema_alpha", 0 < settings.ema_alpha <= 1, "be above 0 and at most 1"),
+        ("warmup", 0 < settings.warmup < 1, "be above 0 and below 1: a share of a job's steps"),
+        ("keep", 0 < settings.keep <= 1, "be above 0 and at most 1: a share of the configurations"),
+    )
+    return [(key, must) for key, fine, must in checks if not fine]
+
+
 class _State(msgspec.Struct, kw_only=True):
     """What a resumed job goes on with."""
 

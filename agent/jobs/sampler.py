@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES
 from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 
@@ -20,11 +21,12 @@ def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]
     """The next `space.batch` configurations, fewer at the end, none when `space.n_trials` were drawn.
 
     `told`: all drawn before, in order, each with its validation loss at the boundary (None: it had none).
-    UsageError without Optuna.
+    UsageError without Optuna, or when the ranges no longer hold what was drawn from them.
     """
     count = min(space.batch, space.n_trials - len(told))
     if count <= 0:
         return []
+    _check_drawn(space, [values for values, _ in told])
     try:
         optuna = import_module("optuna")
     except ImportError:
@@ -60,6 +62,29 @@ def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]
         )
     trials = [study.ask(distributions) for _ in range(count)]
     return [{key: _value(space.ranges[key], value) for key, value in one.params.items()} for one in trials]
+
+
+def _check_drawn(space: SampledSpace, drawn: Sequence[dict[str, Any]]) -> None:
+    """The file may have been changed since: what was drawn has no place in other ranges."""
+    undo = "put it back as it was, or choose another output_dir"
+    for values in drawn:
+        if values.keys() != space.ranges.keys():
+            before, now = (", ".join(sorted(keys)) for keys in (values, space.ranges))
+            raise UsageError(
+                f"{space.source}: [sweep.ranges]: its values were drawn for {before}, not for {now}; {undo}"
+            )
+        for key, value in values.items():
+            possible = space.ranges[key]
+            if isinstance(possible, Range):
+                fits = possible.low <= value <= possible.high
+                what = f"from {possible.low:g} to {possible.high:g}"
+            else:
+                fits, what = value in possible, f"one of {shorten(possible)}"
+            if not fits:
+                raise UsageError(
+                    f"{space.source}: [sweep.ranges], {key}: {shorten(value)} was drawn before, and is not "
+                    f"{what}; {undo}"
+                )
 
 
 def _place(values: Range | list[Any], value: Any) -> Any:

@@ -343,6 +343,8 @@ def _is_candidate(one: _Trial) -> bool:
 
 
 def _replay(one: _Trial, decision: Decision) -> None:
+    if decision.event == "cloned":
+        return
     one.step = decision.step
     best = decision.evidence.get("best_val_loss")
     one.best = best if best is not None else one.best

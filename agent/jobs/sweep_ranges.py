@@ -27,6 +27,7 @@ class SampledSpace:
     n_trials: int
     batch: int
     seed: int
+    source: str = "the sweep's file"  # for messages
 
 
 def range_fault(key: str, interval: Range) -> str | None:

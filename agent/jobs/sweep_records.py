@@ -22,6 +22,8 @@ from gshare.agent.node.durable import UNREADABLE, read_regular, read_struct, wri
 
 SWEEP_FILE = "sweep.json"
 DECISIONS_FILE = "decisions.jsonl"
+#: Held for as long as a sweep runs: two would decide against each other.
+SWEEP_LOCK = "sweep.lock"
 VERSION = 1
 
 DecisionEvent = Literal[
@@ -52,6 +54,8 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     created: float  # seconds since the epoch
     configurations: list[Configuration]
     sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
+    cluster: str = ""  # id of the coordinator's store that has its jobs; empty: they are on this machine
+    submission: str = ""  # under which they are there
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +105,23 @@ class DecisionLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def append_decision(directory: Path, decision: Decision) -> None:
+    """One line more, beside the sweep that runs there and writes the others. GshareError: it was not taken.
+
+    A whole line in one write at the end: no other writer's is cut. Of a sweep that does not run the last line
+    may be half of one; `DecisionLog` mends that.
+    """
+    path = directory / DECISIONS_FILE
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            write_all(fd, msgspec.json.encode(decision) + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise GshareError(f"{path}: {error.strerror}") from None
 
 
 def write_sweep(directory: Path, record: SweepRecord) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import EarlyExit, setting_faults
 from gshare.agent.jobs.faults import Faults, check_section, convert, unknown_key
 from gshare.agent.jobs.names import MAX_NAME, name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
@@ -119,7 +119,9 @@ class SweepFile:
             hyper_parameters=_differing(run.adapters, chosen),
             early_exit=self._early_exit,
             max_concurrent=self._sweep.max_concurrent,
-            sampled=SampledSpace(self._ranges, self._sweep.n_trials, self._sweep.batch, self._sweep.seed)
+            sampled=SampledSpace(
+                self._ranges, self._sweep.n_trials, self._sweep.batch, self._sweep.seed, str(self._path)
+            )
             if self._ranges
             else None,
         )
@@ -164,18 +166,8 @@ class SweepFile:
         header = f"{file.where(section='early_exit')}: [early_exit]"
         table = check_section(raw, _keys(EarlyExit), header, faults)
         settings = EarlyExit(**self._typed(table or {}, EarlyExit, "early_exit", faults))
-        for key, fine, must in (
-            ("window", settings.window >= 2, "be at least 2: a slope needs two values"),
-            ("divergence_patience", settings.divergence_patience >= 1, "be at least 1"),
-            ("overfitting_patience", settings.overfitting_patience >= 1, "be at least 1"),
-            ("slope_threshold", 0 <= settings.slope_threshold < math.inf, "be a finite number, 0 or more"),
-            ("gap_threshold", 0 <= settings.gap_threshold < math.inf, "be a finite number, 0 or more"),
-            ("ema_alpha", 0 < settings.ema_alpha <= 1, "be above 0 and at most 1"),
-            ("warmup", 0 < settings.warmup < 1, "be above 0 and below 1: a share of a job's steps"),
-            ("keep", 0 < settings.keep <= 1, "be above 0 and at most 1: a share of the configurations"),
-        ):
-            if not fine:
-                faults.add(self._where_key(key, "early_exit"), f"must {must}")
+        for key, must in setting_faults(settings):
+            faults.add(self._where_key(key, "early_exit"), f"must {must}")
         return settings
 
     def _typed(

@@ -14,14 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from gshare.agent.errors import EXIT_RETRY, EXIT_SIGTERM, EXIT_USAGE, GshareError
-from gshare.agent.jobs import suspects
-from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, TrainerMessage
+from gshare.agent.jobs.events import ENDED, Event, Exit, JobChanged, JobStateName, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest, RunSpec
+from gshare.agent.node.attempt_supervisor import AttemptSupervisor
 from gshare.agent.node.checks import owner_tag
 from gshare.agent.node.durable import read_struct, write_struct
 from gshare.agent.node.models import model_path
@@ -34,24 +34,22 @@ from gshare.agent.node.prepare_job import (
     PrepareJob,
 )
 from gshare.agent.node.records import AttemptRecord, local_spec
-from gshare.agent.service.client import TrainerGone
 from gshare.agent.service.environment import trainer_environment
 from gshare.agent.service.output_dir import LOCK_FILE, RUN_FILE
-from gshare.agent.service.protocol import Jobs, ListJobs, PauseJobs, ResumeJobs
 from gshare.agent.service.registry import RUNNER, GpuRequest, TrainerConfig, is_held
-from gshare.agent.service.supervise import StopRequest, Supervisor
+from gshare.agent.service.supervise import StopRequest
 
 #: Test hook, as in `gshare finetune`: "module:class" of another engine.
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
 #: A trainer of an agent that was killed checkpoints and goes; a base of 70 GB takes a while to save beside.
 LEFTOVER_SECONDS = 600.0
+#: A trainer lets go of a job between two rounds.
+RELEASE_SECONDS = 60.0
 #: Children that tokenise at once: each takes 300 MiB and a core.
 PREPARING_AT_ONCE = 2
 _POLL = 0.2  # seconds
 #: The answer of the preparation, kept for the next start.
 PREPARED = "prepared.json"
-#: How often a waiting attempt's place in the queue is asked for, and a wish to pause repeated.
-_ASK_SECONDS = 2.0
 #: What an engine's error says when the node, not the job, was at fault.
 _DISK_WORDS = ("disk full", "No space left", "Disk quota exceeded", "File too large")
 _MEMORY_WORDS = ("out of memory", "does not fit", "can never fit")
@@ -61,66 +59,20 @@ _preparing = threading.BoundedSemaphore(PREPARING_AT_ONCE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the attempt ended. `retry`: the node's fault; another try, perhaps elsewhere, may do better."""
+    """How the attempt ended. `retry`: the node's fault; another try, perhaps elsewhere, may do better.
+    `exit`: the pattern of its losses that has stopped it."""
 
     state: JobStateName
     reason: str
     retry: bool = False
     step: int = 0
     total_steps: int = 0
+    exit: Exit | None = None
+    parked: bool = False  # as in `AttemptStatus`
 
 
 class _StopAsked(Exception):
     """Before a trainer had the job."""
-
-
-class _Supervisor(Supervisor):
-    """One job's supervisor that can also pause it and say where it waits. Used in its own thread."""
-
-    gave_up = False
-    _asked = 0.0
-    _list_id = 0
-
-    @property
-    def ended_with(self) -> int | None:
-        """The exit code of a trainer that ended in order, with an error."""
-        return self._exit_code
-
-    def wish_paused(self, job: str, paused: bool) -> None:
-        """Ask the trainer until it is so."""
-        status = self.table.get(job)
-        if status is None or time.monotonic() - self._asked < _ASK_SECONDS:
-            return
-        if status.state == ("running" if paused else "paused"):
-            self._asked = time.monotonic()
-            self._say(PauseJobs if paused else ResumeJobs, job)
-
-    def position(self, job: str) -> int | None:
-        """Where it waits for GPU memory; None: no news."""
-        if self._connection is None:
-            self._list_id = 0
-            return None
-        found = None
-        if self._list_id and (reply := self._connection.reply(self._list_id)) is not None:
-            self._list_id = 0
-            if isinstance(reply, Jobs):
-                found = next((status.position for status in reply.jobs if status.job == job), 0)
-        status = self.table.get(job)
-        waits = status is not None and status.state == "queued"
-        if waits and not self._list_id and time.monotonic() - self._asked >= _ASK_SECONDS:
-            self._asked = time.monotonic()
-            with contextlib.suppress(TrainerGone):  # the next turn finds that out too
-                self._list_id = self._connection.send(ListJobs)
-        return found
-
-    def _say(self, make: type[PauseJobs | ResumeJobs], job: str) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(TrainerGone):
-                self._send(make, (job,))
-
-    def _do(self, action: suspects.Action) -> None:
-        self.gave_up = self.gave_up or isinstance(action, suspects.GiveUp)
-        super()._do(action)
 
 
 class RunningAttempt:
@@ -149,6 +101,7 @@ class RunningAttempt:
         self._paused = record.paused
         self._position = 0
         self._last: JobChanged | None = None
+        self._supervisor: AttemptSupervisor | None = None
         self._thread = threading.Thread(target=self._run, name=directory.name, daemon=True)
 
     def start(self) -> None:
@@ -177,8 +130,8 @@ class RunningAttempt:
             reason = f"unexpected error in the agent: {type(error).__name__}: {error}"
             outcome = Outcome("failed", reason, retry=True)
         if self._last is not None:
-            outcome = Outcome(
-                outcome.state, outcome.reason, outcome.retry, self._last.step, self._last.total_steps
+            outcome = replace(
+                outcome, step=self._last.step, total_steps=self._last.total_steps, exit=self._last.exit
             )
         self._on_end(outcome)
 
@@ -269,11 +222,15 @@ class RunningAttempt:
     def _supervise(self, prepared: PreparedJob) -> Outcome | None:
         """The outcome; None: another trainer still writes to the directory."""
         job = self._record.name
+        asked = self._record.request
         request = msgspec.structs.replace(
-            prepared.request, resume=(self._directory / "out" / RUN_FILE).exists()
+            prepared.request,
+            resume=(self._directory / "out" / RUN_FILE).exists(),
+            early_exit=asked.early_exit,
+            pause_at=asked.pause_at,
         )
         self._check_stop()
-        supervisor = _Supervisor(
+        supervisor = self._supervisor = AttemptSupervisor(
             config=self._config(prepared, request),
             requests=[request],
             on_event=self._take,
@@ -285,6 +242,14 @@ class RunningAttempt:
         code = supervisor.run()
         status = supervisor.table.get(job)
         assert status is not None
+        if status.state == "paused":
+            # Its trainer has been left: before anybody reads the files, it writes them no more.
+            deadline = time.monotonic() + RELEASE_SECONDS
+            while is_held(self._directory / "out" / LOCK_FILE) and time.monotonic() < deadline:
+                time.sleep(_POLL)
+            return Outcome(
+                "stopped", status.reason, step=status.step, total_steps=status.total_steps, parked=True
+            )
         if code == EXIT_RETRY and supervisor.ended_with is None:
             self._last = None
             return None
@@ -293,7 +258,8 @@ class RunningAttempt:
             return Outcome("failed", status.reason, retry=True)
         if status.state == "stopped":
             # Not asked for by us: somebody on the node ended it there, and it may go on elsewhere.
-            return Outcome("stopped", status.reason, retry=self._stop.exit_code is None)
+            by_itself = self._last is not None and self._last.exit is not None
+            return Outcome("stopped", status.reason, retry=self._stop.exit_code is None and not by_itself)
         if status.state != "failed":
             return Outcome(status.state, status.reason)
         of_node = supervisor.gave_up or self._stop.exit_code is not None
@@ -334,10 +300,21 @@ class RunningAttempt:
             if event.state in ENDED:
                 self._last = event  # told as the outcome, when its record is on the disk
                 return
+            if event.state == "paused" and self._is_parked():
+                self._pass(event)  # else it is told as the outcome too
+                return
             self._tell_position(0)
         self._on_event(event)
 
-    def _tick(self, supervisor: _Supervisor) -> None:
+    def _is_parked(self) -> bool:
+        return self._supervisor is not None and self._supervisor.is_parked(self._record.name)
+
+    def _pass(self, event: JobChanged) -> None:
+        """Where it was to pause, evaluated and saved as if it had; one that was let go on does so."""
+        if self._record.request.past and self._supervisor is not None:
+            self._supervisor.go_past(event.job)
+
+    def _tick(self, supervisor: AttemptSupervisor) -> None:
         supervisor.wish_paused(self._record.name, self._paused)
         position = supervisor.position(self._record.name)
         if position is not None:

@@ -125,7 +125,8 @@ class Attempts:
         for attempt in list(self._attempts.values()):
             owner, job, number = attempt.record.key
             if attempt.record.ended is not None:
-                if attempt.record.key not in told and _written(attempt.directory) >= since:
+                unheard = attempt.record.key not in told and not attempt.record.ended.parked
+                if unheard and _written(attempt.directory) >= since:
                     self._publish(owner, number, _ending_of(attempt.record.ended), True)
                 continue
             if newest[owner, job] is not attempt:
@@ -279,23 +280,33 @@ class Attempts:
             )
 
     async def _end(self, attempt: Attempt, outcome: Outcome) -> None:
-        interrupted = self.interrupting and (outcome.state == "stopped" or outcome.retry)
         stopped = attempt.record.stop
+        parked = outcome.parked and stopped is None
+        by_itself = parked or outcome.exit is not None
+        interrupted = self.interrupting and not by_itself and (outcome.state == "stopped" or outcome.retry)
         state: JobStateName = outcome.state
         reason, retry = _for_its_user(outcome.reason, attempt.record), outcome.retry
         if interrupted and stopped is None:
             state, reason, retry = "queued", RESUMES, False
-        elif stopped is not None and state == "stopped":
+        elif stopped is not None and state == "stopped" and not by_itself:
             reason, retry = stopped, False
         step = outcome.step or attempt.status.step
         event = JobChanged(
             job=attempt.record.request.job,
-            state=state,
+            state="paused" if parked else state,
             step=step,
             total_steps=outcome.total_steps or attempt.status.total_steps,
             reason=reason,
+            exit=outcome.exit,
         )
-        status = msgspec.structs.replace(advance(attempt.status, event), retry=retry, position=0)
+        status = msgspec.structs.replace(
+            advance(attempt.status, event),
+            state=state,
+            retry=retry,
+            position=0,
+            exit=outcome.exit,
+            parked=parked,
+        )
         if state in ENDED:
             async with self._changing:
                 status = await asyncio.to_thread(self._look, status, attempt.out)
@@ -354,6 +365,7 @@ def _ending_of(status: AttemptStatus) -> JobChanged:
         step=status.step,
         total_steps=status.total_steps,
         reason=status.reason,
+        exit=status.exit,
     )
 
 

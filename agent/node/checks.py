@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 from gshare.agent.errors import UsageError
+from gshare.agent.jobs.early_exit import EarlyExit, setting_faults
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.names import check_name, name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec
@@ -24,6 +25,7 @@ MAX_FILES = 4096  # of one model or checkpoint
 MAX_PARTS = 4
 MAX_PART_BYTES = 200  # a file name has 255; temporary names add some
 MAX_ATTEMPT = 1_000_000_000
+MAX_STEPS = 10**12  # of a job, as far as numbers go
 MAX_TEXT = 4096
 #: Keys of a spec that the agent sets itself.
 _OURS = frozenset({"name", "data", "val_data", "output_dir"})
@@ -123,6 +125,8 @@ def check_start(request: StartAttempt) -> int:
         raise UsageError(f"gpu: {shorten(request.gpu)} is no UUID of a GPU")
     if request.budget_mb is not None and not 1 <= request.budget_mb < 1 << 31:
         raise UsageError(f"budget_mb: {shorten(request.budget_mb)} must be from 1 to {(1 << 31) - 1} MiB")
+    check_exits(request.early_exit, request.pause_at, f"job {request.job}", faults)
+    faults.raise_if_any()
     if not 0 <= request.timeout_s < float("inf"):
         raise UsageError(f"timeout_s: {request.timeout_s} must be seconds, 0 or more")
     if request.max_tokens_per_pass < 1 or request.max_adapters_per_pass < 0:
@@ -138,6 +142,15 @@ def check_spec(spec: AdapterSpec, where: str, faults: Faults) -> None:
     rows = spec.per_device_train_batch_size * spec.gradient_accumulation_steps
     if rows > MAX_ROWS_OF_STEP:
         faults.add(where, f"{rows} rows a step; at most {MAX_ROWS_OF_STEP} are allowed")
+
+
+def check_exits(early_exit: EarlyExit | None, pause_at: int, where: str, faults: Faults) -> None:
+    """The rules of a sweep's table [early_exit], and a step that a job can have."""
+    if early_exit is not None:
+        for key, must in setting_faults(early_exit):
+            faults.add(f"{where}: early_exit, {key}", f"must {must}")
+    if not 0 <= pause_at <= MAX_STEPS:
+        faults.add(f"{where}: pause_at", f"must be from 0 to {MAX_STEPS}, not {shorten(pause_at)}")
 
 
 def check_attempt(attempt: int) -> int:

@@ -23,7 +23,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from gshare.agent.jobs.events import Event, JobStateName
+from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.events import Event, Exit, JobStateName
 from gshare.agent.jobs.spec import AdapterSpec, BaseDtype, ScheduleName
 
 NODE_PROTOCOL_VERSION = 1
@@ -35,6 +36,9 @@ CHUNK_BYTES = 256 * 1024
 #: Which files of an attempt: its best checkpoint, its newest one (to go on elsewhere), its final adapter.
 BundleKind = Literal["best", "checkpoint", "final"]
 Role = Literal["coordinator", "observer"]
+#: Of what an agent `knows` beyond the first version of the protocol: the fields `early_exit`, `pause_at` and
+#: `past`. One that does not would train such a job to its end without a word.
+EARLY_EXIT = "early_exit"
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -61,6 +65,7 @@ class NodeHello(_Message, frozen=True, kw_only=True, tag="node_hello"):
     pid: int
     hostname: str
     draining: bool = False
+    knows: list[str] = []
 
 
 # --- requests
@@ -113,6 +118,9 @@ class StartAttempt(_Message, frozen=True, kw_only=True, tag="start_attempt"):
 
     `spec.data`, `spec.val_data` and `spec.output_dir` are ignored: the data are the blobs `data` and
     `val_data`, the directory is the agent's. `checkpoint`: the files to go on from, empty for none.
+
+    `pause_at`: after so many steps it is evaluated and saved, and the attempt ends `parked`; 0: nowhere.
+    `past`: it was let go on from there before; it is evaluated and saved there as ever, and goes on.
     """
 
     id: int
@@ -130,6 +138,9 @@ class StartAttempt(_Message, frozen=True, kw_only=True, tag="start_attempt"):
     gpu: str = ""  # UUID; empty: the CPU
     budget_mb: int | None = None  # None: what the estimate says
     timeout_s: float = 3600.0  # in the queue for GPU memory
+    early_exit: EarlyExit | None = None  # None: no pattern stops it
+    pause_at: int = 0
+    past: bool = False
 
 
 class StopAttempts(_Message, frozen=True, kw_only=True, tag="stop_attempts"):
@@ -367,6 +378,8 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     position: int = 0  # in the queue for GPU memory; 0: waits for none
     checkpoint_step: int = 0  # the newest checkpoint that can be pulled; 0: none
+    exit: Exit | None = None  # of a stopped one: the pattern of its own losses that has stopped it
+    parked: bool = False  # of a stopped one: it has come to its `pause_at`, and waits there without memory
 
 
 class LeasesEnded(_Message, frozen=True, kw_only=True, tag="leases_ended"):

@@ -40,6 +40,7 @@ from gshare.agent.node.durable import FULL
 from gshare.agent.node.health import Devices, Health
 from gshare.agent.node.journal import NodeJournal
 from gshare.agent.node.protocol import (
+    EARLY_EXIT,
     NODE_PROTOCOL_VERSION,
     AttemptEvent,
     FromNodeClient,
@@ -210,6 +211,7 @@ class NodeServer:
                 pid=os.getpid(),
                 hostname=socket.gethostname(),
                 draining=self.attempts.draining,
+                knows=[EARLY_EXIT],
             )
         )
         return True

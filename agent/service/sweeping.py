@@ -1,48 +1,25 @@
 """A sweep on one trainer: carries out what its machine says, and tells it what happens.
 
-A decision is on the disk before it is carried out, so that a sweep killed anywhere goes on from the same one:
-what was decided and not done is done again, what was done and not written down comes out the same again.
 What ends for a reason that is none of its own (Ctrl-C, a trainer that was told to stop, no memory) is no
 decision: it is left to `--resume`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from gshare.agent.data.work import Work
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
-from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, TrainerMessage
+from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged
 from gshare.agent.jobs.spec import JobRequest
-from gshare.agent.jobs.sweep import (
-    Action,
-    Added,
-    Ask,
-    Begin,
-    Ended,
-    Note,
-    Paused,
-    Resumed,
-    Run,
-    Stop,
-    Sweep,
-)
-from gshare.agent.jobs.sweep_records import Decision, DecisionLog, Pattern
+from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop, Sweep
+from gshare.agent.jobs.sweep_records import DecisionLog, Pattern
+from gshare.agent.service.deciding import Deciding, Draw, Job
 from gshare.agent.service.protocol import STOPPED_BY
 from gshare.agent.service.registry import TrainerConfig
 from gshare.agent.service.stopping import StopRequest
 from gshare.agent.service.supervise import Supervisor
-
-
-@dataclass(frozen=True)
-class Job:
-    """A configuration as it is sent to a trainer, and what it has to do."""
-
-    request: JobRequest
-    work: Work
 
 
 @dataclass
@@ -58,7 +35,7 @@ class SweepRun:
     on_event: Callable[[Event], None]
     on_tick: Callable[[], None] = lambda: None
     on_connected: Callable[[], None] = lambda: None
-    draw: Callable[[], tuple[Added, dict[str, Job]]] | None = None
+    draw: Draw | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     join: bool = True
     supervisor: Supervisor | None = None
@@ -68,10 +45,10 @@ class SweepRun:
         before (130, 143, 75)."""
         begun: dict[str, JobRequest] = {}
         dropped: list[Stop] = []
-        for action in self._written(self.sweep.handle(Begin())):
+        for action in self._deciding.handle(Begin()):
             if isinstance(action, Run):
                 begun[action.job] = self._request(action)
-            elif isinstance(action, Stop):
+            else:
                 dropped.append(action)
         if self.sweep.done:
             return self._code(EXIT_OK)
@@ -93,11 +70,10 @@ class SweepRun:
     def _code(self, code: int) -> int:
         if not self.sweep.done:
             return code or EXIT_FAILURE
-        failed = any(one.event == "failed" for one in self._last.values())
-        return EXIT_FAILURE if failed or self.sweep.winner is None else EXIT_OK
+        return self._deciding.code
 
     def __post_init__(self) -> None:
-        self._last: dict[str, Decision] = {}  # of this life
+        self._deciding = Deciding(self.sweep, self.jobs, self.log, self.on_event, self.draw)
 
     # ------------------------------------------------------------------ events
 
@@ -113,7 +89,7 @@ class SweepRun:
                 self.sweep.note_best(event.job, event.last.best_val_loss)
             translated = self._translate(event)
             if translated is not None:
-                self._carry_out(self.sweep.handle(translated))
+                self._carry_out(translated)
 
     def _translate(self, event: JobChanged) -> Paused | Resumed | Ended | None:
         """None: nothing that the sweep decides by."""
@@ -145,46 +121,13 @@ class SweepRun:
 
     # ------------------------------------------------------------------ actions
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
+    def _carry_out(self, event: Paused | Resumed | Ended) -> None:
         assert self.supervisor is not None
-        for action in self._written(actions):
+        for action in self._deciding.handle(event):
             if isinstance(action, Run):
                 self.supervisor.go_on(self._request(action))
             else:
-                assert isinstance(action, Stop), action
                 self.supervisor.drop(action.job, action.reason)
-
-    def _written(self, actions: Sequence[Action]) -> Iterable[Run | Stop]:
-        """The actions for a trainer, each after what is written down before it."""
-        for action in actions:
-            if isinstance(action, Note):
-                self._note(action)
-            elif isinstance(action, Ask):
-                assert self.draw is not None
-                added, jobs = self.draw()
-                self.jobs.update(jobs)
-                yield from self._written(self.sweep.handle(added))
-            else:
-                assert isinstance(action, Run | Stop), action
-                yield action
-
-    def _note(self, note: Note) -> None:
-        decision = Decision(
-            time=time.time(),
-            job=note.job,
-            event=note.event,
-            step=note.step,
-            samples=self.jobs[note.job].work.samples(note.step),
-            pattern=note.pattern,
-            reason=note.reason,
-            evidence=note.evidence,
-        )
-        self.log.append(decision)
-        self._last[note.job] = decision
-        if note.event == "selected":
-            rank = "number {rank} of {of}".format(**note.evidence) if note.evidence else note.reason
-            text = f"goes on after its warm-up: {rank}"
-            self.on_event(TrainerMessage(level="info", text=text, job=note.job))
 
     def _request(self, run: Run) -> JobRequest:
         return msgspec.structs.replace(self.jobs[run.job].request, pause_at=run.pause_at)

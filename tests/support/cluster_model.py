@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
-from gshare.agent.jobs.events import ENDED, JobStateName
-from gshare.agent.node.protocol import AttemptStatus, GpuInfo, NodeInfo
+from gshare.agent.jobs.events import ENDED, Exit, JobStateName
+from gshare.agent.node.protocol import EARLY_EXIT, AttemptStatus, GpuInfo, NodeInfo
 from gshare.coordinator.actions import (
     CheckBest,
     ClusterAction,
@@ -49,6 +49,8 @@ from gshare.coordinator.facts import PLACED_STATES, CheckpointRef, JobFacts, Job
 from gshare.coordinator.transfers import Limits
 
 STEPS = 3
+#: Where jobs of a sweep pause.
+BOUNDARY = 2
 TOTAL_MB = 24_000
 
 
@@ -108,6 +110,11 @@ class Attempt:
     state: JobStateName = "queued"
     retry: bool = False
     reason: str = ""
+    pause_at: int = 0
+    past: bool = False
+    exits: bool = False  # it is of a sweep, and may be stopped by its own losses
+    exit: Exit | None = None
+    parked: bool = False
 
     def status(self) -> AttemptStatus:
         return AttemptStatus(
@@ -121,6 +128,8 @@ class Attempt:
             retry=self.retry,
             gpu=self.gpu,
             checkpoint_step=self.step,
+            exit=self.exit,
+            parked=self.parked,
         )
 
 
@@ -219,7 +228,8 @@ class Model:
         self.connections += 1
         self.connected[name], self.busy[name] = self.connections, False
         attempts = tuple(attempt.status() for attempt in self.agents[name].values())
-        self.tell(NodeUp(node=name, info=self.info(name), attempts=attempts))
+        knows = (EARLY_EXIT,)
+        self.tell(NodeUp(node=name, info=self.info(name), attempts=attempts, knows=knows))
 
     def disconnect(self, name: str) -> None:
         if self.connected.pop(name, None) is not None:
@@ -284,7 +294,10 @@ class Model:
                 if job == action.job and number < action.attempt and older.state not in ENDED:
                     older.state = "stopped"
             step = action.checkpoint.step if action.checkpoint else 0
-            agent.setdefault(key, Attempt(action.job, action.attempt, action.gpu, step, step))
+            job = self.cluster.jobs[action.job]
+            attempt = Attempt(action.job, action.attempt, action.gpu, step, step, past=job.past)
+            attempt.pause_at, attempt.exits = job.facts.pause_at, job.facts.early_exit
+            agent.setdefault(key, attempt)
             return None
         if isinstance(action, Forget):
             assert attempt is None or attempt.state in ENDED, "files of a running attempt were forgotten"
@@ -296,7 +309,8 @@ class Model:
             checkpoint = CheckpointRef(attempt=action.attempt, step=attempt.step)
             return CheckpointPulled(job=action.job, checkpoint=checkpoint)
         if isinstance(action, Publish):
-            if attempt is None or attempt.state not in ("completed", "diverged"):
+            whole = attempt is not None and attempt.exits and attempt.state == "stopped" and attempt.step
+            if attempt is None or not (whole or attempt.state in ("completed", "diverged")):
                 return PublishFailed(job=action.job, attempt=action.attempt, reason="gone", retry=False)
             return BroughtHome(job=action.job, attempt=action.attempt, val_loss=1.0, best_step=1)
         if attempt is None:
@@ -315,16 +329,28 @@ class Model:
 
     # --- attempts
 
-    def advance(self, node: str, attempt: Attempt, end: JobStateName | None = None, **how: object) -> None:
-        """A step further, or to an end; what it says waits in the mail."""
+    def advance(
+        self,
+        node: str,
+        attempt: Attempt,
+        end: JobStateName | None = None,
+        exit: Exit | None = None,
+        **how: object,
+    ) -> None:
+        """A step further, or to an end (of its own losses: `exit`); what it says waits in the mail."""
         if attempt.state == "queued":
             attempt.state = "running"
         elif attempt.state == "running":
             attempt.step += 1
             if attempt.step >= STEPS:
                 attempt.state = "completed"
-        if end is not None:
-            attempt.state = end
+            # Nobody trains past the end of a warm-up without a word.
+            assert attempt.past or not attempt.pause_at or attempt.step <= attempt.pause_at
+        if attempt.state == "running" and 0 < attempt.pause_at == attempt.step and not attempt.past:
+            attempt.state, attempt.parked = "stopped", True
+            attempt.reason = "where it was to pause"
+        elif end is not None:
+            attempt.state, attempt.exit = end, exit
         for name, value in how.items():
             setattr(attempt, name, value)
         self.mail.append(Letter(AttemptChanged(node=node, status=attempt.status())))

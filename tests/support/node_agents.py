@@ -35,6 +35,7 @@ from gshare.agent.node.protocol import (
     NodeHello,
     NodeRefused,
 )
+from gshare.agent.service.registry import live_trainers
 from gshare.agent.service.wire import FrameReader, convert, encode
 
 SUPPORT = Path(__file__).parent
@@ -227,6 +228,13 @@ class AgentProcess:
         except RetryLater:
             return False
         return True
+
+
+def wait_no_trainers() -> None:
+    deadline = time.monotonic() + 30
+    while live_trainers():
+        assert time.monotonic() < deadline, "a trainer outlived its client"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

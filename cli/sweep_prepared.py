@@ -1,0 +1,223 @@
+"""A sweep's file with its data tokenised, and the claim on its directory, wherever it is to be trained."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gshare.agent.data.work import plan_work
+from gshare.agent.errors import RetryLater, UsageError
+from gshare.agent.jobs.names import shorten
+from gshare.agent.jobs.sampler import draw
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.sweep import Added, Sweep, Trial
+from gshare.agent.jobs.sweep_records import (
+    SWEEP_LOCK,
+    Configuration,
+    SweepRecord,
+    read_sweep,
+    write_sweep,
+)
+from gshare.agent.jobs.sweep_spec import SweepFile
+from gshare.agent.service.base_identity import base_identity
+from gshare.agent.service.deciding import Job
+from gshare.agent.service.registry import take_lock
+from gshare.cli.finetune import check_prepared
+from gshare.cli.prepare import prepare
+from rich.console import Console
+
+
+class Prepared:
+    """A sweep whose data is tokenised: everything about the input has been checked."""
+
+    def __init__(
+        self, source: SweepFile, sampled: Sequence[dict[str, Any]], console: Console, *, resume: bool
+    ) -> None:
+        """`sampled`: what a sampler has drawn before. UsageError for what is wrong with the model, the data
+        or the output directories."""
+        self.source = source
+        self.console = console
+        self.resume = resume
+        self.created = time.time()
+        self.sampled = list(sampled)
+        self.jobs: dict[str, Job] = {}
+        self.base: str | None = None
+        self.cluster = self.submission = ""  # as in `SweepRecord`
+        space = source.spec().sampled
+        if space is not None and not self.sampled:
+            self.sampled = draw(space, [])
+        self._take()
+
+    def draw(self, sweep: Sweep) -> tuple[Added, dict[str, Job]]:
+        """What a sampler gives next, told the losses at the boundary so far; it is written down first."""
+        space = self.spec.sampled
+        assert space is not None
+        losses = [sweep.boundary_loss(name) for name in self.jobs]
+        drawn = draw(space, list(zip(self.sampled, losses, strict=True)))
+        if not drawn:
+            return Added(()), {}
+        before = len(self.sampled)
+        self.sampled += drawn
+        self._take()
+        write_sweep(self.source.directory, self.record())
+        names = list(self.jobs)[before:]
+        return Added(tuple(self.trials()[before:])), {name: self.jobs[name] for name in names}
+
+    def all_requests(self) -> list[JobRequest]:
+        """Of every configuration; of those that are still to be drawn, name and directory only."""
+        requests = [job.request for job in self.jobs.values()]
+        if self.spec.sampled is not None:
+            some = self.sampled[:1] * self.spec.sampled.n_trials
+            later = self.source.spec(some).run.adapters[len(requests) :]
+            requests += [JobRequest(spec=spec, train_store="", train_hash="") for spec in later]
+        return requests
+
+    def _take(self) -> None:
+        """Prepare the configurations that are new; those before may be training."""
+        self.spec = spec = self.source.spec(self.sampled)
+        new = msgspec.structs.replace(spec.run, adapters=spec.run.adapters[len(self.jobs) :])
+        self.model_dir, requests = self._prepare(new)
+        for request, work in zip(requests, plan_work(requests), strict=True):
+            if not work.val_rows:
+                raise UsageError(
+                    f"adapter {request.spec.name}: no validation rows, and a sweep ranks by validation loss; "
+                    "raise val_fraction, or set val_data"
+                )
+            stopped_early = msgspec.structs.replace(request, early_exit=spec.early_exit)
+            self.jobs[request.spec.name] = Job(stopped_early, work)
+
+    def _prepare(self, run: RunSpec) -> tuple[Path, list[JobRequest]]:
+        """As for a run. What is wrong in the same way with several configurations is said once."""
+        try:
+            model_dir, requests = prepare(run, self.console, resume=self.resume)
+            self.base = base_identity(model_dir)
+            check_prepared(run, self.base, requests)
+            return model_dir, requests
+        except UsageError as error:
+            lines: dict[str, str] = {}
+            for line in str(error).splitlines():
+                without = line
+                for adapter in run.adapters:
+                    without = without.replace(f"adapter {adapter.name}:", "adapter:")
+                lines.setdefault(without, line)
+            raise UsageError("\n".join(lines.values())) from None
+
+    def specs(self) -> list[AdapterSpec]:
+        """Of the configurations so far."""
+        return [job.request.spec for job in self.jobs.values()]
+
+    def trials(self) -> list[Trial]:
+        """As the sweep's machine takes them, in the file's order."""
+        return [
+            Trial.of(
+                name,
+                batch=job.request.spec.per_device_train_batch_size,
+                total_steps=job.work.total_steps,
+                warmup=self.spec.early_exit.warmup,
+            )
+            for name, job in self.jobs.items()
+        ]
+
+    def record(self) -> SweepRecord:
+        """What `sweep.json` says of it."""
+        hyper_parameters = dict(zip(self.jobs, self.spec.hyper_parameters, strict=True))
+        return SweepRecord(
+            name=self.spec.name,
+            model=self.spec.run.model,
+            base_dtype=self.spec.run.base_dtype,
+            early_exit=msgspec.to_builtins(self.spec.early_exit),
+            created=self.created,
+            configurations=[
+                Configuration(
+                    name=name,
+                    hyper_parameters=hyper_parameters[name],
+                    total_steps=job.work.total_steps,
+                    samples_total=job.work.samples(job.work.total_steps),
+                    output_dir=job.request.spec.output_dir,
+                )
+                for name, job in self.jobs.items()
+            ],
+            sampled=self.sampled,
+            cluster=self.cluster,
+            submission=self.submission,
+        )
+
+
+def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord | None:
+    """The sweep that is in the directory already; UsageError when there is one and `resume` was not said, or
+    when its jobs are elsewhere."""
+    before = read_sweep(source.directory)
+    if before is not None and not resume:
+        raise UsageError(
+            f"{source.directory} already holds a sweep ({before.name}); go on with --resume, or choose "
+            "another output_dir"
+        )
+    if before is not None and bool(before.cluster) != on_cluster:
+        where, how = ("on a cluster", "add") if before.cluster else ("on this machine", "leave out")
+        raise UsageError(
+            f"the sweep in {source.directory} runs {where}: {how} --cluster FILE, or choose another "
+            "output_dir"
+        )
+    return before
+
+
+@contextlib.contextmanager
+def claimed(made: Prepared, before: SweepRecord | None, *, resume: bool) -> Iterator[None]:
+    """The sweep's directory, its alone meanwhile, with what `--resume` needs in it. `before`: the first look.
+
+    RetryLater: another sweep runs there, or has gone on since that look. UsageError as by `earlier`.
+    """
+    directory = made.source.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(directory / SWEEP_LOCK)
+    if lock is None:
+        raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
+    try:
+        # Again under the lock: another sweep may have begun or gone on here since the first look.
+        if earlier(made.source, resume=resume, on_cluster=bool(made.cluster)) != before:
+            raise RetryLater(f"{directory}: another sweep has gone on there meanwhile; start this one again")
+        if before is None:
+            write_sweep(directory, made.record())
+        yield
+    finally:
+        os.close(lock)
+
+
+def check_same(before: SweepRecord, now: SweepRecord) -> None:
+    """UsageError naming what a resumed sweep would do otherwise than it began."""
+    changes = [
+        f"{key}: {shorten(getattr(before, key))} → {shorten(getattr(now, key))}"
+        for key in ("model", "base_dtype")
+        if getattr(before, key) != getattr(now, key)
+    ]
+    changes += [
+        f"early_exit {key}: {before.early_exit.get(key)} → {value}"
+        for key, value in now.early_exit.items()
+        if before.early_exit.get(key) != value
+    ]
+    old, new = ({one.name: one for one in record.configurations} for record in (before, now))
+    changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]
+    changes += [f"configuration {name} is new" for name in new.keys() - old.keys()]
+    changes += [
+        f"configuration {name}: {old[name].total_steps} → {new[name].total_steps} steps"
+        for name in old.keys() & new.keys()
+        if old[name].total_steps != new[name].total_steps
+    ]
+    if old.keys() == new.keys():
+        changes += [
+            f"configuration {name}: {key}: {shorten(was.get(key))} → {shorten(value)}"
+            for name, was in ((name, one.hyper_parameters) for name, one in old.items())
+            for key, value in new[name].hyper_parameters.items()
+            # Data may have been moved: each run compares its tokens.
+            if was.get(key) != value and key not in ("data", "val_data")
+        ]
+    if changes:
+        shown = "; ".join(sorted(changes)[:4]) + (f"; {len(changes) - 4} more" if len(changes) > 4 else "")
+        raise UsageError(
+            f"this is not the sweep that was begun: {shown}; restore it, or choose another output_dir"
+        )
