@@ -95,7 +95,8 @@ def main() -> int:
             search = Search(setting, seed)
             found, arms = one_seed(search, verify=args.verify, control=args.control)
             seeds.append({"seed": seed, **found})
-            print("\n".join(seed_lines(seeds[-1])), flush=True)
+            if args.verify:
+                print("\n".join(seed_lines(seeds[-1])), flush=True)
             report = _write(args, grid, setting, seeds, split)  # hours may pass before the next
             if args.verify and split is None and not args.no_split:
                 split = clock(search, arms, peft_steps=args.peft_steps)
@@ -108,6 +109,7 @@ def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, 
     """What one seed gave, and its arms."""
     sweep = search.run_sweep(control=control)
     found: dict[str, Any] = {"saved": saved(search.directory), "sweep_s": sweep.seconds, "load": sweep.load}
+    print("\n".join(seed_lines({"seed": search.seed, **found})), flush=True)  # minutes before the next
     if not verify:
         return found, {"sweep": sweep}
     full = search.run_full()

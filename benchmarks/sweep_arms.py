@@ -119,7 +119,7 @@ class Search:
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting = setting
         self._folder = setting.folder / f"seed-{seed}"
-        self._seed = seed
+        self.seed = seed
         self.made = self._prepare("sweep", EarlyExit())
         #: {configuration: steps in full}
         self.totals = {name: job.work.total_steps for name, job in self.made.jobs.items()}
@@ -175,7 +175,7 @@ class Search:
         directory.mkdir(parents=True)
         grid, setting = self.setting.grid, self.setting
         tables: dict[str, dict[str, Any]] = {
-            "": {"model": str(setting.model), "base_dtype": setting.base_dtype, "seed": self._seed},
+            "": {"model": str(setting.model), "base_dtype": setting.base_dtype, "seed": self.seed},
             "defaults": {
                 "data": str(setting.train),
                 "val_data": str(setting.val),
