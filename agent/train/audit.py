@@ -44,17 +44,17 @@ class Trace:
     def differences(self, other: Trace) -> list[str]:
         """What differs, most telling first; floats are compared by their bits."""
         found = []
-        for name in ("losses", "grad_norms"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+        for what, mine, theirs in (
+            ("loss", self.losses, other.losses),
+            ("grad norm", self.grad_norms, other.grad_norms),
+        ):
             if len(mine) != len(theirs):
                 found.append(f"{len(mine)} steps against {len(theirs)}")
             first = next(
                 (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if _bits(a) != _bits(b)), None
             )
             if first is not None:
-                found.append(
-                    f"{name[:-1].replace('_', ' ')} of step {first + 1}: {mine[first]!r} ≠ {theirs[first]!r}"
-                )
+                found.append(f"{what} of step {first + 1}: {mine[first]!r} ≠ {theirs[first]!r}")
         if [(s, _bits(v)) for s, v in self.val_losses] != [(s, _bits(v)) for s, v in other.val_losses]:
             found.append(f"validation losses {self.val_losses} ≠ {other.val_losses}")
         if self.state != other.state:
