@@ -55,7 +55,7 @@ def test_it_ends_parked_holds_no_trainer_and_goes_on_from_its_checkpoint(agent: 
     client.start("a", SCRIPT, pause_at=5)
     parked = client.wait_end("a")
     assert (parked.state, parked.parked, parked.step, parked.checkpoint_step) == ("stopped", True, 5, 5)
-    assert (parked.reason, parked.val_loss) == ("at step 5, where it was to pause", 0.4)
+    assert (parked.reason, parked.val_loss) == ("it was to pause here", 0.4)
     assert _heard(client, "paused") == ["queued", "running", "paused"]
     wait_no_trainers()
     files = client.pull("a", "checkpoint")
