@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -34,12 +34,14 @@ from gshare.agent.jobs.spec import BaseDtype, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import run_spec_from_flags
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.registry import GpuRequest
-from gshare.agent.train.trunk_forecast import Forecast
 from gshare.agent.vram.budget import with_allowance
 from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
 from gshare.cli.gpu_plan import GpuPlan, plan_gpu, request_gpu
 from gshare.cli.streams import progress, stderr_console
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from gshare.agent.train.trunk_forecast import Forecast
 
 #: More adapters than anybody trains at once; the estimate is a sum over them.
 MOST_ADAPTERS = 4096

@@ -14,11 +14,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from gshare.agent.data.prepare import run_estimate
-from gshare.agent.data.work import plan_work
 from gshare.agent.errors import EXIT_OK, EXIT_RETRY, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
@@ -26,13 +25,15 @@ from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, GpuRequest, TrainerConfig, collect_dead
 from gshare.agent.service.sinks import Sinks, check_sinks
-from gshare.agent.train.trunk_forecast import Forecast, forecast, together
 from gshare.cli.estimate import dry_run_json
 from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu, save_often
 from gshare.cli.prepare import prepare, read_spec
 from gshare.cli.streams import stderr_console
 from rich.text import Text
+
+if TYPE_CHECKING:  # numpy starts threads: no program whose signals one thread is to have imports it
+    from gshare.agent.train.trunk_forecast import Forecast
 
 #: Test hook: "module:class" of another engine, so that the processes can be tested without torch.
 RUNNER_VARIABLE = "GSHARE_TEST_RUNNER"
@@ -128,6 +129,8 @@ def _trunk(run: RunSpec, model_dir: Path, requests: Sequence[JobRequest]) -> For
     if len(requests) < 2:
         return None
     from gshare.agent.base.config import read_config
+    from gshare.agent.data.work import plan_work
+    from gshare.agent.train.trunk_forecast import forecast, together
 
     steps = [work.total_steps for work in plan_work(requests)]
     by_name = {request.spec.name: request for request in requests}
