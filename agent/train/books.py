@@ -61,6 +61,7 @@ class Books:
         self.jobs: dict[str, Job] = {}
         self._model_dir = model_dir
         self._saves: Counter[str] = Counter()  # of each job, submitted and not yet told of
+        self._failing: set[str] = set()  # a save of theirs has failed, and others are not told of yet
 
     def find(self, name: str) -> Job:
         """As it is once its files stand, if it waits for them. UsageError for a job that was never here."""
@@ -208,10 +209,22 @@ class Books:
             job = self.jobs.get(result.job)
             if job is None:
                 continue
-            if result.error is not None and job.state not in ENDED:
-                job.settling = None
-                self._leave(job, "failed", f"checkpoint of step {result.step} was not saved: {result.error}")
+            if result.error is not None and job.state not in ENDED and job.name not in self._failing:
+                self._fail_save(job, f"checkpoint of step {result.step} was not saved: {result.error}")
             self._settled(job)
+
+    def _fail_save(self, job: Job, reason: str) -> None:
+        """In no round any more, and `failed` once nothing writes to its directory: it is free for another run
+        of that name then, which must not hear of this one's saves."""
+
+        def leave() -> None:
+            self._failing.discard(job.name)
+            self._leave(job, "failed", reason)
+
+        self._failing.add(job.name)
+        if not job.parked:
+            job.park()
+        job.settling = leave
 
     def record(self, job: Job, event: Stepped | Evaluated, *, type: str) -> bool:
         """Append to metrics.jsonl; a full disk ends the job (its last checkpoint stays)."""

@@ -244,6 +244,8 @@ class Pipeline:
                 self.evaluate([job])
             return
         for job, loss in zip(with_rows, losses, strict=True):
+            if not job.is_active:  # the end of one before it waited for files, and its own were not written
+                continue
             best = job.note_evaluation(loss)
             event = Evaluated(
                 job=job.name,
