@@ -8,11 +8,11 @@
 #   make clean       removes what the others made (.venv included)
 #
 # VENV=dir puts the environment elsewhere, PYTHON=path picks the interpreter that makes it, JOBS=n shares the tests
-# between n processes, a file of them at a time.
+# between n processes, a file of them at a time; they wait so much that three keep two cores busy.
 
 SHELL := /bin/bash
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 SHARED := -n $(JOBS) --dist loadfile
 BIN := $(VENV)/bin
 
@@ -56,8 +56,8 @@ test-py310:
 	$(VENV)-py310/bin/pytest -m "not slow" $(SHARED) $(PROCESSES_310)
 
 # On 3.10 most tests that start processes are left out: minutes for code that runs the same on both, and that the
-# tests of its parts run here too. What is kept starts a trainer, an agent, the command line, and holds the ledger.
-KEPT_310 := $(patsubst %,tests/test_%.py,main service_process node_process vram_ledger)
+# tests of its parts run here too. What is kept starts a trainer and the command line, and holds the ledger.
+KEPT_310 := $(patsubst %,tests/test_%.py,main service_process vram_ledger)
 STARTS_PROCESSES := subprocess|multiprocessing|os\.fork|spawn_trainer|straw_runs|running_agent|cluster_of_straw|local_cluster
 PROCESSES_310 = $(addprefix --ignore=,$(filter-out $(KEPT_310),$(shell \
   grep -lE '$(STARTS_PROCESSES)|joining_clients|ledger_children|node_agents|sshd' tests/test_*.py))) \

@@ -275,7 +275,7 @@ def kill_at_operation(write: Write, root: Path, k: int) -> bool:
     return os.waitpid(forked(action), 0)[1] == 0
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kill_before_every_file_operation_leaves_an_old_or_a_new_checkpoint(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

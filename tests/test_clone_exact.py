@@ -101,6 +101,7 @@ def alone(clone: str, out: str, *, weights: bool = True) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_cloned_killed_and_resumed_every_byte_is_that_of_a_run_alone(tiny_checkpoint: Path) -> None:
     finish(finetune(tiny_checkpoint, "alone", "--no-join"))

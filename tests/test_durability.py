@@ -20,7 +20,8 @@ import pytest
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
 
-KILLS = 21
+#: By `make test`, and by `make test-all`.
+FEW_KILLS, MANY_KILLS = 6, 21
 STEPS = 400
 FLAGS = {
     "base-dtype": "fp32",
@@ -94,8 +95,9 @@ def losses(out: str, name: str) -> list[tuple[str, int, float]]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("most", [FEW_KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_and_resumed_the_bytes_are_those_of_an_unkilled_run(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
@@ -112,7 +114,7 @@ def test_killed_at_random_moments_and_resumed_the_bytes_are_those_of_an_unkilled
     draw = random.Random(5)
     kills = {"client": 0, "trainer": 0, "both": 0}
     process = start(tiny_checkpoint, "killed")
-    while sum(kills.values()) < KILLS:
+    while sum(kills.values()) < most:
         before = step_of("killed")
         wait_for_progress(process, "killed", before)
         if step_of("killed") >= STEPS:
@@ -127,7 +129,7 @@ def test_killed_at_random_moments_and_resumed_the_bytes_are_those_of_an_unkilled
         if whom != "client" and not pids:
             continue
         kills[whom] += 1
-        if whom == "trainer" and process.poll() is None and sum(kills.values()) < KILLS:
+        if whom == "trainer" and process.poll() is None and sum(kills.values()) < most:
             continue  # its client starts another one by itself
         kill(process.pid)
         process.communicate()

@@ -40,6 +40,10 @@ JOBS = {
 }
 
 
+#: Of a benchmark, on a GPU alone.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     path = make_tiny_checkpoint(

@@ -113,6 +113,20 @@ def test_help_imports_nothing_heavy() -> None:
     assert "finetune" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["main", "gpu", "finetune", "estimate", "jobs", "submit", "report"])
+def test_a_command_has_one_thread_until_it_works(name: str) -> None:
+    """numpy starts some: in `gpu run`, which takes signals in one thread, SIGTERM would end the others."""
+    told = "len(os.listdir('/proc/self/task')), 'numpy' in sys.modules"
+    code = f"import os, sys, gshare.cli.{name}; print({told})"
+    assert run_python("-c", code).stdout == "1 False\n"
+
+
+def test_numpy_is_noticed() -> None:
+    """Negative control."""
+    code = "import sys, numpy; print('numpy' in sys.modules)"
+    assert run_python("-c", code).stdout == "True\n"
+
+
 @pytest.mark.parametrize("name", ["gshare.agent.data", "gshare.agent.jobs", "gshare.agent.service"])
 def test_importing_a_room_is_cheap(name: str) -> None:
     """Only `agent.base` and `agent.train` may bring transformers; the rest imports it when used."""

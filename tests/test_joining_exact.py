@@ -143,6 +143,7 @@ def test_joined_stopped_crashed_and_resumed_every_byte_is_that_of_a_run_alone(ti
     assert {name: differences(name) for name in "ab"} == {"a": [], "b": []}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_control_an_engine_that_is_not_exact_is_found_out(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch

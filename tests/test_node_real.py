@@ -67,6 +67,7 @@ def start(client: NodeClient, name: str, model: ModelRef) -> None:
     assert isinstance(reply, protocol.AttemptAccepted), reply
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_agent_killed_twice_and_its_trainer_once_give_the_bytes_of_a_solo_run(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_every_gate_holds(tmp_path: Path) -> None:
     assert "peft is extrapolated: 2 of 8 configurations, 2 steps each" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sweep_that_keeps_the_worst_fails() -> None:
     done = run("--control", "--no-split")

@@ -163,6 +163,7 @@ def _paused(out: Path) -> int:
     return sum(one.event == "paused" for one in read_decisions(out)) if out.exists() else 0
 
 
+@pytest.mark.slow
 def test_the_client_killed_in_the_warm_up_and_resumed(cluster: LocalCluster, reference: Path) -> None:
     out = cluster.root / "out"
     process = _sweep(cluster)

@@ -60,6 +60,7 @@ def test_a_cohort_has_the_bits_of_its_jobs_alone(base: Base, together: Outcome) 
         assert differences(run(new_engine(base), [member]), together) == []
 
 
+@pytest.mark.slow
 def test_without_sharing_and_recomputing_the_bits_are_the_same(base: Base, together: Outcome) -> None:
     engine = new_engine(base)
     engine.share_trunk = False
