@@ -39,10 +39,12 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ GO_ON = 75
 
 
 def versions(device: str) -> dict[str, str]:
-    found = {name: version(name) for name in ("torch", "transformers", "peft")}
+    found = {name: version(name) for name in ("torch", "transformers", "peft") if find_spec(name)}
     found |= {"python": platform.python_version(), "numerics": str(NUMERICS)}
     if device == "cpu":
         return found | {"cpu": _cpu_model(), "threads": trainer_environment()["OMP_NUM_THREADS"]}
@@ -105,8 +107,8 @@ def arms_of(cohort: Cohort, device: str, chosen: list[str] | None) -> list[str]:
 
 def sample(jobs: int, count: int) -> list[int]:
     """`count` of the jobs, evenly chosen, the first among them; 0: all."""
-    count = count or jobs
-    return [job * jobs // count for job in range(min(count, jobs))]
+    count = min(count or jobs, jobs)
+    return [job * jobs // count for job in range(count)]
 
 
 def measure(
@@ -273,7 +275,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing that ends later")
     parser.add_argument("--reckon", action="store_true", help="print how long each arm would take on an H200")
     parser.add_argument("--report", action="store_true", help="measure nothing; judge what FILE has")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trunk_DEVICE.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: benchmarks/results/trunk_DEVICE.json; of tiny in the temporary directory",
+    )
     parser.add_argument("--again", action="store_true", help="measure what FILE has already")
     parser.add_argument("--break-dedup", action="store_true", help="negative control: the gate must fail")
     given = parser.parse_args(arguments)
@@ -296,12 +302,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     blunt = [name for name, cohort in given.cells if cohort.data != "two" or not cohort.top]
     if given.break_dedup and blunt:
         parser.error(f"--break-dedup shows in cells n…-top…-two only, not in {', '.join(blunt)}")
+    measures = not (given.reckon or given.report or given.break_dedup)
+    if measures and {"peft", "mps"} & set(given.arms or ARMS) and not find_spec("peft"):
+        parser.error("arms peft and mps need peft (extra dev); name the others with --arms")
     if given.peft_jobs < 0:
         parser.error(f"--peft-jobs {given.peft_jobs}: at least 1, or 0 for all")
     if given.device == "cuda" and not (given.reckon or given.report) and not _gpu_name():
         parser.error("the driver shows no GPU; --device cpu --shape smollm2 (or tiny) runs without one")
     if given.out is None:
-        given.out = ROOT / f"benchmarks/results/trunk_{given.device}.json"
+        # What is committed is 8B's and SmolLM2's.
+        where = Path(tempfile.gettempdir()) if given.shape == "tiny" else ROOT / "benchmarks/results"
+        given.out = where / f"trunk_{given.device}.json"
     return given
 
 

