@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.jobs.events import Event, JobChanged
+from gshare.agent.jobs.events import Event, JobChanged, Stepped
 from gshare.agent.train import checkpoint_writer
 from toy import make_runner, request, tiny_base
 
@@ -84,3 +84,38 @@ def test_a_job_whose_save_failed_ends_when_nothing_writes_for_it(
     while runner.run_round():
         pass
     assert runner.books.jobs["b"].state == "completed"
+
+
+def is_told(event: Event) -> TypeGuard[Stepped | JobChanged]:
+    return isinstance(event, (Stepped, JobChanged))
+
+
+def test_the_others_train_on_while_the_last_files_of_one_are_written(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is `completed` once they stand, and not before."""
+    events: list[Event] = []
+    real, gate = checkpoint_writer.write_final, threading.Event()
+
+    def write(snapshot: Any, *rest: Any) -> Path:
+        assert snapshot.job != "a" or gate.wait(30)
+        return real(snapshot, *rest)
+
+    monkeypatch.setattr(checkpoint_writer, "write_final", write)
+    runner = make_runner(tiny_checkpoint, base, events.append)
+    runner.books.writer.close()
+    runner.books.writer = checkpoint_writer.CheckpointWriter(threads=2)
+    for name, steps in (("a", 2), ("b", 6)):
+        runner.admit(request(tmp_path, name, max_steps=steps, eval_steps=0, save_steps=0))
+    for _ in range(5):
+        runner.run_round()
+    a, b = (runner.books.jobs[name] for name in "ab")
+    assert (a.state, a.is_active, a.step) == ("running", False, 2)
+    assert b.step >= 4
+    gate.set()
+    while runner.run_round():
+        pass
+    assert (a.state, b.state) == ("completed", "completed")
+    told = [(e.job, e.state if isinstance(e, JobChanged) else e.step) for e in events if is_told(e)]
+    assert told.index(("b", 4)) < told.index(("a", "completed"))
+    runner.close()

@@ -28,8 +28,9 @@ from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.kernels import grouped_lora
 from gshare.kernels.layout import Layout
 from gshare.kernels.reference_backend import ReferenceBackend
-from toy import random_rows, request, train
+from toy import DEVICE, random_rows, request, train
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the references; test_trunk_device.py has CUDA")
 CPU = torch.device("cpu")
 LAYERS, LENGTHS = 4, (9, 64, 33)
 COHORT = cohort(LAYERS - 1, LENGTHS)
