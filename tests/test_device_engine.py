@@ -360,8 +360,8 @@ def test_graphs_are_given_up_for_memory(base: Base, straw: type[StrawGraph]) -> 
     engine.graphs = True
     before, _ = (engine.forward_backward(parts) for _ in range(2))
     assert straw.captures == 1
-    assert rounds._dropped_states()
-    assert not rounds._dropped_states()
+    assert rounds._freed_spare()
+    assert not rounds._freed_spare()
     assert [engine.forward_backward(parts) for _ in range(3)] == [before] * 3
     assert straw.captures == 1
 

@@ -182,7 +182,6 @@ class Books:
         assert job.begun == job.step, f"{job.name}: the weights are those of step {job.begun} already"
         if kind == "step":
             job.saved_step = job.step
-        self._saves[job.name] += 1
         with self.tracer.span("Save", kind=kind):
             snapshot = Snapshot(
                 job=job.name,
@@ -191,6 +190,7 @@ class Books:
                 optimizer=job.adapter.optimizer_tensors() if kind == "step" else {},
                 state={**job.counters(), "fingerprint": self.fingerprint},
             )
+            self._saves[job.name] += 1
             self.writer.submit(
                 snapshot,
                 job.output_dir,

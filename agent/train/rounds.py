@@ -124,7 +124,7 @@ class Rounds:
         """Let the next attempt need less, or have more; raises when neither can be done, or help."""
         if not is_out_of_memory(error):
             raise error
-        if self._dropped_states():
+        if self._freed_spare():
             return
         largest = max(sum(part.tokens for part in one) for one in passes)
         single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
@@ -140,7 +140,7 @@ class Rounds:
                 "recomputed; lower max_length"
             ) from error
 
-    def _dropped_states(self) -> bool:
+    def _freed_spare(self) -> bool:
         """Whether memory was got by forgetting trunk states or captured passes, which no bit depends on."""
         if self.engine.give_up_graphs():
             log.warning("out of memory; CUDA graphs are given up, passes are launched one kernel at a time")
@@ -203,7 +203,7 @@ class Rounds:
                 single = all(sum(len(part.rows) for part in one) == 1 for one in passes)
                 if not is_out_of_memory(error):
                     raise
-                if self._dropped_states():
+                if self._freed_spare():
                     continue
                 if single:
                     if self.more_memory():
