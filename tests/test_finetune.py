@@ -181,7 +181,7 @@ def test_a_killed_client_leaves_a_checkpoint_and_no_process() -> None:
     wait_for(no_trainer_is_left)
     (job,) = registry.finished_jobs()
     assert (job.status.state, job.status.reason) == ("stopped", "its client left")
-    assert not list(registry.trainer_dirs())  # it took its directory along: nobody else would
+    wait_for(lambda: not list(registry.trainer_dirs()))  # it took its directory along: nobody else would
     assert saved_step("a") == job.status.step
 
 
