@@ -398,6 +398,7 @@ def test_saves_are_kept_in_order_and_one_failure_is_its_own(tmp_path: Path) -> N
         broken = snapshot(9)
         del broken.state["tokens"]
         writer.submit(broken, tmp_path / "a", "best", adapter_config=CONFIG)
+        writer.flush()  # or the next best supersedes it
         writer.submit(snapshot(9), tmp_path / "a", "best", adapter_config=CONFIG)
         writer.flush()
         results = writer.results()
@@ -415,6 +416,37 @@ def test_saves_are_kept_in_order_and_one_failure_is_its_own(tmp_path: Path) -> N
     writer.close()
     with pytest.raises(AssertionError, match="after close"):
         writer.submit(snapshot(1), tmp_path, "step", adapter_config=CONFIG)
+
+
+@pytest.mark.parametrize("between", ["nothing", "a checkpoint", "another directory's best"])
+def test_a_best_that_waits_gives_way_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    """A checkpoint in between says which step is the best: that one is written (the control)."""
+    import threading
+
+    gate, real = threading.Event(), files.fsync_path
+    monkeypatch.setattr(files, "fsync_path", lambda path: (gate.wait(30), real(path)))
+    with CheckpointWriter(max_pending=4, threads=2) as writer:
+        a, b = tmp_path / "a", tmp_path / "b"
+        writer.submit(snapshot(1), a, "best", adapter_config=CONFIG)
+        while not list(tmp_path.glob("a/.gshare-tmp-*")):  # it is being written: too late for that one
+            time.sleep(0.01)
+        for step in (2, 3, 4):  # with room for four, the fourth waits for the second and third to give way
+            writer.submit(snapshot(step), a, "best", adapter_config=CONFIG)
+            if step == 2 and between == "a checkpoint":
+                writer.submit(snapshot(step), a, "step", adapter_config=CONFIG)
+            if step == 2 and between == "another directory's best":
+                writer.submit(snapshot(step), b, "best", adapter_config=CONFIG)
+        gate.set()
+        writer.flush()
+        results = [one for one in writer.results() if one.kind == "best" and one.path.parent == a]
+    written = [1, 2, 4] if between == "a checkpoint" else [1, 4]
+    assert [one.step for one in results if not one.superseded] == written
+    assert sorted(one.step for one in results) == [1, 2, 3, 4]  # each is heard of
+    assert json.loads((a / "best" / "metadata.json").read_text())["step"] == 4
+    assert checkpoint.problems(a / "best") == []
+    assert (b / "best").exists() == (between == "another directory's best")
 
 
 def test_pending_snapshots_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

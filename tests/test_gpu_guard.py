@@ -170,6 +170,28 @@ def test_a_context_that_grows_takes_from_the_cap(ledger: Ledger, tmp_path: Path)
         assert said == []
 
 
+def test_the_driver_is_not_asked_anew_for_each_of_many_saves(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, asked = StrawGpu(tmp_path), []
+    with take(ledger, 4000) as reservation:
+        guard, _ = guarded(reservation, gpu)
+        real = reservation.read_device
+        monkeypatch.setattr(reservation, "read_device", lambda: asked.append(1) or real())
+        for _ in range(50):
+            guard.record("save")
+        guard.record("eval")
+        assert len(asked) == 2  # once a phase
+        gpu.take(64)
+        guard.record("save")
+        assert len(asked) == 3  # what grows is seen at once
+        assert reservation.row.uses["save"] == gpu.reserved + 500
+        monkeypatch.setattr("gshare.agent.train.gpu_guard.RECORD_SECONDS", 0.0)
+        for _ in range(5):  # the control
+            guard.record("save")
+        assert len(asked) == 8
+
+
 def test_an_assumed_context_is_called_so(ledger: Ledger, tmp_path: Path) -> None:
     with take(ledger, 4000) as reservation:
         measured, _ = guarded(reservation, StrawGpu(tmp_path))

@@ -120,14 +120,14 @@ def test_adapters_rows_and_ranks_cost_what_they_do(base: Base) -> None:
     assert peaks == sorted(set(peaks))
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "update"])
+@pytest.mark.parametrize("phase", ["queue_evaluation", "update"])
 def test_evaluation_and_update_are_in_the_peak(
     base: Base, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """By making each of them greedy."""
     what = Configuration(1, 1, 16)
     plain = measurer(base).measure(what)
-    whose: type = Engine if phase == "evaluate" else Rounds
+    whose: type = Engine if phase == "queue_evaluation" else Rounds
     real = getattr(whose, phase)
 
     def greedy(*arguments: object, **options: object) -> object:
@@ -163,7 +163,7 @@ def test_another_error_is_no_answer(base: Base, monkeypatch: pytest.MonkeyPatch)
     def broken(*arguments: object, **options: object) -> object:
         raise RuntimeError("a kernel is broken")
 
-    monkeypatch.setattr(Engine, "evaluate", broken)
+    monkeypatch.setattr(Engine, "queue_evaluation", broken)
     with pytest.raises(RuntimeError, match="a kernel is broken"):
         measurer(base).measure(Configuration(1, 1, 16))
 

@@ -136,6 +136,21 @@ def test_two_clients_share_a_trainer_and_it_ends_when_both_are_gone(tmp_path: Pa
     )
 
 
+def test_jobs_that_come_together_are_expected_before_the_first_is_admitted(
+    tmp_path: Path, trainer: Spawned
+) -> None:
+    client = TrainerClient(trainer.directory, "c")
+    client.follow()
+    client.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=3")])
+    client.ask(protocol.SubmitJobs, jobs=[job(name, tmp_path, "steps=3") for name in ("b", "c")])
+    seen = collect(client, reached("c", "completed"))
+    said = [e.text for e in seen if isinstance(e, TrainerMessage) and "expected" in e.text]
+    assert said == ["2 jobs expected"]
+    at = [isinstance(e, TrainerMessage) and "expected" in e.text for e in seen].index(True)
+    assert min(i for i, e in enumerate(seen) if e.job in ("b", "c")) > at
+    client.close()
+
+
 def test_who_only_looks_does_not_keep_a_trainer_and_its_memory(tmp_path: Path, trainer: Spawned) -> None:
     owner, looker = (TrainerClient(trainer.directory, name) for name in ("owner", "looker"))
     looker.follow()

@@ -44,6 +44,7 @@ class Runner(Protocol):
     where a trace was asked for.
     """
 
+    def expect(self, requests: Sequence[JobRequest]) -> None: ...
     def admit(self, request: JobRequest) -> None: ...
     def stop(self, job: str, reason: str) -> None: ...
     def pause(self, job: str) -> None: ...
@@ -270,6 +271,8 @@ class Desk:
         done: list[str] = []
         failed: dict[str, str] = {}
         busy: list[str] = []
+        if len(request.jobs) > 1:
+            self._engine.expect(request.jobs)
         for job in request.jobs:
             try:
                 self._admit(job, connection)

@@ -5,18 +5,23 @@ Everything here is per adapter; nothing of it is shared, so no adapter's arithme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
-from gshare.agent.train.arena import Arena, MatrixKey
+from gshare.agent.train.arena import MOMENTS, MOMENTS_8BIT, Arena, MatrixKey
+from gshare.agent.train.host_copy import HostCopy, copied
 from gshare.kernels.adamw import adamw_scratch, adamw_step_
 from gshare.kernels.adamw_8bit import adamw_8bit_step_
 from gshare.kernels.grad_norm import clip_coefficient, grad_norm
 
 _EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
+
+
+def has_8bit_moments(spec: AdapterSpec) -> bool:
+    return spec.optim in _EIGHT_BIT
 
 
 def initial_a(seed: int, key: MatrixKey, shape: tuple[int, int]) -> torch.Tensor:
@@ -36,18 +41,24 @@ class Adapter:
     """A slot of the arena with its optimizer; `key` is its name in the arena."""
 
     def __init__(
-        self, name: str, spec: AdapterSpec, arena: Arena, shapes: dict[MatrixKey, tuple[int, int]]
+        self,
+        name: str,
+        spec: AdapterSpec,
+        arena: Arena,
+        shapes: dict[MatrixKey, tuple[int, int]],
+        *,
+        initial: bool = True,
     ) -> None:
         assert spec.seed is not None, "the runner fills the seed in"
         self.name = name
         self.spec = spec
         self.arena = arena
         self.lowest_layer = spec.lowest_layer
-        self.eight_bit = spec.optim in _EIGHT_BIT
+        self.eight_bit = has_8bit_moments(spec)
         arena.allocate(name, shapes, eight_bit=self.eight_bit)
         try:
             for key, shape in shapes.items():
-                if key.side == "A":
+                if initial and key.side == "A":
                     arena.view("params", name, key).copy_(initial_a(spec.seed, key, shape))
             arena.publish(name)
         except BaseException:
@@ -120,41 +131,72 @@ class Adapter:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Host copies of the fp32 masters under PEFT's names."""
-        return {
-            key.peft_name(): self.arena.view("params", self.name, key).detach().cpu().clone()
-            for key, _ in self.arena.matrices(self.name)
-        }
+        copy = self.on_host(optimizer=False)
+        copy.wait()
+        return copy.parameters
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Host copies of the moments: `<peft name>.exp_avg`, … or the 8-bit state's own parts."""
-        return {name: view.detach().cpu().clone() for name, view in self._optimizer_views().items()}
+        copy = self.on_host(optimizer=True)
+        copy.wait()
+        return copy.optimizer
 
-    def _optimizer_views(self) -> dict[str, torch.Tensor]:
+    def on_host(self, *, optimizer: bool) -> HostCopy:
+        """`parameters`, and `optimizer_tensors` if asked for, on their way: what is queued on the device from
+        here on does not reach them."""
+        moments = MOMENTS_8BIT if self.eight_bit else MOMENTS
+        purposes = ("params", *(moments if optimizer else ()))
+        copies, wait = copied([self.arena.flat(purpose, self.name) for purpose in purposes])
+        flats: dict[str, torch.Tensor] = dict(zip(purposes, copies, strict=True))
+        weights = self.arena.views("params", self.name, flats["params"])
+        return HostCopy(
+            {key.peft_name(): view for key, view in weights.items()},
+            self._optimizer_views(flats) if optimizer else {},
+            wait,
+        )
+
+    def _optimizer_views(self, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The moments by name, of the adapter's flat memory or a copy of it, by purpose."""
         if self.eight_bit:
             return {
                 f"{key.peft_name()}.{part}": tensor
-                for key, state in self.arena.states_8bit(self.name).items()
+                for key, state in self.arena.states_8bit(self.name, flats).items()
                 for part, tensor in state.named_tensors().items()
             }
+        parts = {part: self.arena.views(part, self.name, flats[part]) for part in MOMENTS}
         return {
-            f"{key.peft_name()}.{part}": self.arena.view(part, self.name, key)
+            f"{key.peft_name()}.{part}": parts[part][key]
             for key, _ in self.arena.matrices(self.name)
-            for part in ("exp_avg", "exp_avg_sq")
+            for part in MOMENTS
         }
 
     def load(self, parameters: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
         """The inverse of `parameters` and `optimizer_tensors`. KeyError names a missing tensor, RuntimeError
         one of another shape or dtype."""
         self.start_from(parameters)
-        for name, view in self._optimizer_views().items():
-            _fill(view, optimizer[name], name)
+        with self._filling(MOMENTS_8BIT if self.eight_bit else MOMENTS) as flats:
+            for name, view in self._optimizer_views(flats).items():
+                _fill(view, optimizer[name], name)
 
     def start_from(self, parameters: dict[str, torch.Tensor]) -> None:
         """These weights instead of the initial ones; the optimizer stays as it is. Errors as of `load`."""
-        for key, _ in self.arena.matrices(self.name):
-            name = key.peft_name()
-            _fill(self.arena.view("params", self.name, key), parameters[name], name)
+        with self._filling(["params"]) as flats:
+            for key, view in self.arena.views("params", self.name, flats["params"]).items():
+                _fill(view, parameters[key.peft_name()], key.peft_name())
         self.arena.publish(self.name)
+
+    @contextmanager
+    def _filling(self, purposes: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """The adapter's flat memory of these purposes, to be filled on the host: it reaches a device in one
+        copy each, when the block ends."""
+        flats = {purpose: self.arena.flat(purpose, self.name) for purpose in purposes}
+        if self.arena.device.type == "cpu":
+            yield flats
+            return
+        host = {purpose: torch.zeros_like(flat, device="cpu") for purpose, flat in flats.items()}
+        yield host
+        for purpose, flat in flats.items():
+            flat.copy_(host[purpose])
 
     def close(self) -> None:
         self.arena.free(self.name)

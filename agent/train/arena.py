@@ -10,7 +10,7 @@ The arena grows by reallocation; views are therefore asked for, never kept over 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,6 +20,8 @@ from gshare.agent.jobs.spec import AdapterSpec
 from gshare.kernels.adamw_8bit import Adam8bitState
 from gshare.kernels.adamw_8bit_layout import Matrix8bit, state_offsets, state_views
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS_8BIT = ("codes1", "codes2", "floats1", "floats2")
 ALIGN = 16  # fp32 elements: 64 bytes, a cache line and the widest vector
 
 
@@ -68,6 +70,16 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGN) * ALIGN
 
 
+def _first_gap(taken: Sequence[tuple[int, int]], length: int) -> int:
+    """Where `length` elements fit first beside what is taken: (start, length) each."""
+    at = 0
+    for start, other in sorted(taken):
+        if start - at >= length:
+            return at
+        at = start + other
+    return at
+
+
 class _Region:
     """Flat tensors that share one layout of slots: first gap that is long enough, else they grow."""
 
@@ -82,12 +94,21 @@ class _Region:
     def allocate(self, name: str, offsets: dict[MatrixKey, int], length: int) -> None:
         """A zeroed slot of `length` elements whose matrices lie at `offsets` from its start."""
         assert name not in self.slots
-        start = self._first_gap(length)
+        start = _first_gap([(slot.start, slot.length) for slot in self.slots.values()], length)
         if start + length > self.capacity:
             self._grow(start + length)
         for flat in self.flat.values():
             flat[start : start + length].zero_()
         self.slots[name] = Slot(start, length, {key: start + offset for key, offset in offsets.items()})
+
+    def reserve(self, lengths: Sequence[int]) -> None:
+        """Grow once for slots of these lengths, allocated in this order."""
+        taken = [(slot.start, slot.length) for slot in self.slots.values()]
+        for length in lengths:
+            taken.append((_first_gap(taken, length), length))
+        needed = max((start + length for start, length in taken), default=0)
+        if needed > self.capacity:
+            self._grow(needed)
 
     def rows(self, name: str) -> slice:
         slot = self.slots[name]
@@ -99,14 +120,6 @@ class _Region:
 
     def nbytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self.flat.values())
-
-    def _first_gap(self, length: int) -> int:
-        at = 0
-        for slot in sorted(self.slots.values(), key=lambda s: s.start):
-            if slot.start - at >= length:
-                return at
-            at = slot.start + slot.length
-        return at
 
     def _grow(self, needed: int) -> None:
         # All or nothing: an OOM half way leaves every purpose as it was.
@@ -135,7 +148,7 @@ class Arena:
             # What the kernels multiply with; in fp32 that is the masters themselves.
             purposes["compute"] = compute_dtype
         self._weights = _Region(device, purposes)
-        self._moments = _Region(device, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+        self._moments = _Region(device, dict.fromkeys(MOMENTS, torch.float32))
         self._codes = _Region(device, {"codes1": torch.uint8, "codes2": torch.uint8})
         self._floats = _Region(device, {"floats1": torch.float32, "floats2": torch.float32})
         self._regions = (self._weights, self._moments, self._codes, self._floats)
@@ -148,24 +161,46 @@ class Arena:
     ) -> None:
         """A zeroed slot for adapter `name`, with fp32 moments or `eight_bit` ones."""
         self.generation += 1
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        *starts, length = accumulate(map(_aligned, sizes), initial=0)
-        offsets = dict(zip(shapes, starts, strict=True))
-        self._weights.allocate(name, offsets, length)
         try:
-            if eight_bit:
-                state = state_offsets(sizes)
-                codes, floats = (
-                    dict(zip(shapes, column, strict=True)) for column in zip(*state.matrices, strict=True)
-                )
-                self._codes.allocate(name, codes, state.codes)
-                self._floats.allocate(name, floats, state.floats)
-            else:
-                self._moments.allocate(name, offsets, length)
+            for region, place in self._places(shapes, eight_bit=eight_bit):
+                region.allocate(name, *place)
         except BaseException:
             self.free(name)
             raise
         self._shapes[name] = dict(shapes)
+
+    def reserve(self, adapters: Sequence[tuple[dict[MatrixKey, tuple[int, int]], bool]]) -> None:
+        """Room for adapters that are about to be allocated in this order: (shapes, whether 8-bit) each.
+
+        Growing copies everything: one that grows for each of sixty adapters copies thirty times as much, and
+        has old and new beside each other sixty times.
+        """
+        self.generation += 1
+        lengths: dict[_Region, list[int]] = {}
+        for shapes, eight_bit in adapters:
+            for region, (_, length) in self._places(shapes, eight_bit=eight_bit):
+                lengths.setdefault(region, []).append(length)
+        for region, some in lengths.items():
+            region.reserve(some)
+
+    def _places(
+        self, shapes: dict[MatrixKey, tuple[int, int]], *, eight_bit: bool
+    ) -> list[tuple[_Region, tuple[dict[MatrixKey, int], int]]]:
+        """In which regions such an adapter has slots, and of each its matrices' offsets and its length."""
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        *starts, length = accumulate(map(_aligned, sizes), initial=0)
+        whole = (dict(zip(shapes, starts, strict=True)), length)
+        if not eight_bit:
+            return [(self._weights, whole), (self._moments, whole)]
+        state = state_offsets(sizes)
+        codes, floats = (
+            dict(zip(shapes, column, strict=True)) for column in zip(*state.matrices, strict=True)
+        )
+        return [
+            (self._weights, whole),
+            (self._codes, (codes, state.codes)),
+            (self._floats, (floats, state.floats)),
+        ]
 
     def free(self, name: str) -> None:
         """Give the adapter's slots back; freeing twice is harmless."""
@@ -198,12 +233,20 @@ class Arena:
             for key, shape in self._shapes[name].items()
         ]
 
-    def states_8bit(self, name: str) -> dict[MatrixKey, Adam8bitState]:
-        """The 8-bit moments of every matrix, as views; valid until the next `allocate`."""
-        codes, floats = self._codes.flat, self._floats.flat
+    def states_8bit(
+        self, name: str, flats: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[MatrixKey, Adam8bitState]:
+        """The 8-bit moments of every matrix, as views; valid until the next `allocate`. Of copies of the
+        adapter's `flat`s, by purpose, where they are given."""
+        if flats is None:
+            flats = {purpose: self.flat(purpose, name) for purpose in MOMENTS_8BIT}
+        codes, floats = (region.slots[name].start for region in (self._codes, self._floats))
         return {
             key: state_views(
-                matrix, shape, (codes["codes1"], codes["codes2"]), (floats["floats1"], floats["floats2"])
+                matrix._replace(codes=matrix.codes - codes, floats=matrix.floats - floats),
+                shape,
+                (flats["codes1"], flats["codes2"]),
+                (flats["floats1"], flats["floats2"]),
             )
             for matrix, (key, shape) in zip(self.matrices_8bit(name), self._shapes[name].items(), strict=True)
         }
@@ -225,6 +268,15 @@ class Arena:
     def view(self, purpose: str, name: str, key: MatrixKey) -> torch.Tensor:
         """The matrix `key` of adapter `name`; valid until the next `allocate`."""
         return self._region(purpose).view(purpose, name, key, self._shapes[name][key])
+
+    def views(self, purpose: str, name: str, flat: torch.Tensor) -> dict[MatrixKey, torch.Tensor]:
+        """The matrices in a copy of the adapter's `flat`."""
+        slot = self._region(purpose).slots[name]
+        found = {}
+        for key, shape in self._shapes[name].items():
+            at = slot.offsets[key] - slot.start
+            found[key] = flat[at : at + math.prod(shape)].view(shape)
+        return found
 
     def flat(self, purpose: str, name: str) -> torch.Tensor:
         """The adapter's whole slot as one vector, gaps between matrices (zeros) included."""

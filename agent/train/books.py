@@ -183,12 +183,14 @@ class Books:
         if kind == "step":
             job.saved_step = job.step
         with self.tracer.span("Save", kind=kind):
+            copy = job.adapter.on_host(optimizer=kind == "step")
             snapshot = Snapshot(
                 job=job.name,
                 step=job.step,
-                adapter=job.adapter.parameters(),
-                optimizer=job.adapter.optimizer_tensors() if kind == "step" else {},
+                adapter=copy.parameters,
+                optimizer=copy.optimizer,
                 state={**job.counters(), "fingerprint": self.fingerprint},
+                wait=copy.wait,
             )
             self._saves[job.name] += 1
             self.writer.submit(
@@ -204,7 +206,7 @@ class Books:
         """Tell what the writer did since the last look; a failed save ends its job."""
         for result in self.writer.results():
             self._saves[result.job] -= 1
-            if result.error is None:
+            if result.error is None and not result.superseded:
                 self.emit(CheckpointSaved(job=result.job, step=result.step, path=str(result.path)))
             job = self.jobs.get(result.job)
             if job is None:

@@ -60,6 +60,7 @@ class Snapshot:
 
     `adapter`: float32 under PEFT's names, `base_model.model.….lora_A.weight` (r, in) and `lora_B` (out, r).
     `optimizer`: the moments, any names. `state`: JSON values (counters, best, data hashes, fingerprint).
+    `wait`: until the copies hold what they are copies of; to be called before they are read.
     """
 
     job: str
@@ -67,6 +68,7 @@ class Snapshot:
     adapter: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    wait: Callable[[], None] = lambda: None
 
 
 def adapter_config(spec: AdapterSpec, model_name: str) -> dict[str, Any]:

@@ -27,13 +27,15 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class SaveResult:
-    """One finished save; `error` is None when `path` stands, complete and flushed."""
+    """One finished save; `error` is None when `path` stands, complete and flushed, or when the save was
+    `superseded`: a newer best was there before its turn came."""
 
     job: str
     step: int
     kind: Kind
     path: Path
     error: GshareError | None
+    superseded: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +53,10 @@ class _Save:
 
 
 class CheckpointWriter:
-    """Writes snapshots, those of one directory in the order submitted; every one is kept, none supersedes
-    another. Different directories are written at once: hashing and flushing one file of a sweep's sixty is
-    far slower than a step.
+    """Writes snapshots, those of one directory in the order submitted. Different directories are written at
+    once: hashing and flushing one file of a sweep's sixty is far slower than a step. A best that still waits
+    when the next best of its directory comes, and nothing in between, is left out: `best/` holds one, and a
+    checkpoint, which says which one, never comes before it.
 
     What waits or is being written takes at most the memory of `max_pending` snapshots of the largest size so
     far: `submit` blocks then, so host memory stays bounded when the disk is slower than training. One save's
@@ -96,13 +99,15 @@ class CheckpointWriter:
         save = _Save(snapshot, output_dir, kind, adapter_config, save_total_limit)
         with self._changed:
             self._largest = max(self._largest, save.nbytes)
+            self._leave_out_older(save)
             self._changed.wait_for(lambda: self._has_room_for(save))
             self._pending_bytes += save.nbytes
             self._waiting.append(save)
             self._changed.notify_all()
 
     def results(self) -> list[SaveResult]:
-        """The saves finished since the last call, those of one directory in order. From one thread."""
+        """The saves finished since the last call, those of one directory in order (a superseded one is told
+        when it is left out). From one thread."""
         finished: list[SaveResult] = []
         while not self._results.empty():
             finished.append(self._results.get())
@@ -126,6 +131,19 @@ class CheckpointWriter:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _leave_out_older(self, save: _Save) -> None:
+        """The best that `save` supersedes, if it still waits."""
+        before = [one for one in self._waiting if one.output_dir == save.output_dir]
+        if not before or not before[-1].kind == save.kind == "best":
+            return
+        older = before[-1]
+        self._waiting.remove(older)
+        self._pending_bytes -= older.nbytes
+        snapshot = older.snapshot
+        self._results.put(
+            SaveResult(snapshot.job, snapshot.step, "best", older.output_dir / "best", None, superseded=True)
+        )
 
     def _is_idle(self) -> bool:
         return not self._waiting and not self._busy
@@ -162,6 +180,7 @@ class CheckpointWriter:
     def _write(self, save: _Save) -> SaveResult:
         snapshot, path, error = save.snapshot, save.output_dir, None
         try:
+            snapshot.wait()
             if save.output_dir not in self._tidied:
                 with disk_errors("clearing up", save.output_dir):
                     remove_leftovers(save.output_dir)

@@ -183,8 +183,8 @@ class DeviceEngine(Engine):
         return self._start(work.parts, work, training=work.training)
 
     @torch.no_grad()
-    def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
-        return self._start(parts, None, training=False).losses()
+    def queue_evaluation(self, parts: Sequence[Part]) -> Pending:
+        return self._start(parts, None, training=False)
 
     def _start(self, parts: Sequence[Part], prepared: Prepared | None, *, training: bool) -> Pending:
         self._count(parts)

@@ -19,7 +19,7 @@ import torch
 from gshare.agent.base.decoder import Decoder, Needed, Stage
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
-from gshare.agent.train.adapter import Adapter
+from gshare.agent.train.adapter import Adapter, has_8bit_moments
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
 from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, StagePlan, TrunkUse, gathered, starts_of
@@ -171,11 +171,16 @@ class Engine:
         """Free what captured passes keep, and capture none any more; False when there is nothing to free."""
         return False
 
-    def new_adapter(self, name: str, spec: AdapterSpec) -> Adapter:
-        """An adapter with its initial weights, in a slot of the arena."""
+    def expect(self, specs: Sequence[AdapterSpec]) -> None:
+        """Room for the adapters that `new_adapter` is about to be asked for; out of memory, as it was."""
+        config = self.base.config
+        self.arena.reserve([(adapter_shapes(spec, config), has_8bit_moments(spec)) for spec in specs])
+
+    def new_adapter(self, name: str, spec: AdapterSpec, *, initial: bool = True) -> Adapter:
+        """An adapter in a slot of the arena, with its `initial` weights or with zeros, to be loaded."""
         if self.cache is not None:
             self.cache.age()
-        return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config))
+        return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config), initial=initial)
 
     def begin_round(self, adapters: Sequence[Adapter]) -> None:
         """Gradients of the round's adapters to zero; passes add to them."""
@@ -227,15 +232,19 @@ class Engine:
         self.decoder.backward(dx, kept, stages, needed=needed)
         return Done(plan.in_order(_split(nll, labels.counts)), plan.use(kept_tokens))
 
-    @torch.no_grad()
     def evaluate(self, parts: Sequence[Part]) -> list[list[float]]:
         """Each part's token losses, without dropout, gradients or kept activations."""
+        return self.queue_evaluation(parts).losses()
+
+    @torch.no_grad()
+    def queue_evaluation(self, parts: Sequence[Part]) -> Losses:
+        """Start a pass that evaluates; its losses are asked for when every pass is under way."""
         self._count(parts)
         plan = PassPlan.of(parts, share=self.share_trunk)
-        x, _, stages, needed, labels = self._lay_out(plan, training=False)
+        x, kept_tokens, stages, needed, labels = self._lay_out(plan, training=False)
         h, _ = self.decoder.final_norm(self.decoder.forward(x, stages, needed=needed)[0])
         nll, _ = self.backend.cross_entropy(h, self.base.lm_head.dense(), labels.targets, None)
-        return plan.in_order(_split(nll, labels.counts))
+        return Done(plan.in_order(_split(nll, labels.counts)), plan.use(kept_tokens))
 
     # ------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ On the CPU (a simulated device) there is nothing to cap or to claim: the growth 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -33,6 +34,9 @@ MOST_CONTEXT_MB = 2 * CONTEXT_MB
 GROW_MB = 256
 #: A look after the row costs three stats, and a round of a small model takes 2 ms.
 KEEP_SECONDS = 0.5
+#: The driver is asked for every process of a device, which takes milliseconds, and a sweep of a small model
+#: saves and evaluates many times a second: while torch holds as much as before, it is asked no oftener.
+RECORD_SECONDS = 1.0
 
 Say = Callable[[Literal["info", "warning"], str], None]
 
@@ -185,14 +189,20 @@ class GpuGuard(NoGuard):
         self._may_grow, self._say = may_grow, say
         self._problem = ""
         self._kept = -KEEP_SECONDS
+        self._recorded: dict[str, tuple[int, float]] = {}  # phase: MiB that torch held, time.monotonic()
         self._measured = False
         self._context_mb = self._start() if memory.is_gpu else 0
         self._cap_and_claim()
         reservation.on_budget = self._budget_changed
 
     def record(self, phase: str) -> None:
+        held, now = self._memory.held_mb(), time.monotonic()
+        held_then, then = self._recorded.get(phase, (-1, -math.inf))
+        if held == held_then and now - then < RECORD_SECONDS:
+            return
+        self._recorded[phase] = (held, now)
         try:
-            listed, held = self._listed_mb(), self._memory.held_mb()
+            listed = self._listed_mb()
             if listed - held > self._context_mb:
                 # Kernels are loaded when they are first used: the context has grown since it was measured.
                 self._context_mb, self._measured = listed - held, True

@@ -151,8 +151,7 @@ class Measurer:
         assert len(evaluated) == len(adapters)
         with self._meter.elsewhere():
             for adapter in adapters:  # what a checkpoint takes
-                adapter.parameters()
-                adapter.optimizer_tensors()
+                adapter.on_host(optimizer=True).wait()
         return seconds
 
 

@@ -195,8 +195,9 @@ class Rounds:
             passes = evaluation_passes(as_steps, self.max_tokens)
             losses: dict[str, list[float]] = {adapter.name: [] for adapter, _ in work}
             try:
-                for parts in passes:
-                    for part, part_losses in zip(parts, self.engine.evaluate(parts), strict=True):
+                under_way = [self.engine.queue_evaluation(parts) for parts in passes]
+                for parts, running in zip(passes, under_way, strict=True):
+                    for part, part_losses in zip(parts, running.losses(), strict=True):
                         losses[part.adapter.name] += part_losses
             except Exception as error:
                 largest = max(sum(part.tokens for part in one) for one in passes)

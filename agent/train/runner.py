@@ -7,6 +7,7 @@ failure, of whatever kind, ends that job only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,6 +126,21 @@ class Runner:
     def jobs(self) -> list[Job]:
         """Every job admitted, ended ones included, in order of admission."""
         return list(self.books.jobs.values())
+
+    def expect(self, requests: Sequence[JobRequest]) -> None:
+        """These are about to be admitted: make room for all at once, if there is. Refuses none."""
+        self._pipeline.drain()
+        specs = []
+        for request in requests:
+            with contextlib.suppress(GshareError):  # `admit` says so
+                check_spec(request, self.engine.base.config)
+                specs.append(request.spec)
+        try:
+            self.engine.expect(specs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.info("no room for %d adapters at once", len(specs))
 
     def admit(self, request: JobRequest) -> None:
         """Open the job's data, make or load its adapter, and let it run from the next round on.
@@ -265,7 +281,7 @@ class Runner:
         path = job.output_dir / f"checkpoint-{job.step}"
         try:
             snapshot = load_checkpoint(path)
-            adapter = self.engine.new_adapter(f"{job.name}#{job.order}", job.spec)
+            adapter = self.engine.new_adapter(f"{job.name}#{job.order}", job.spec, initial=False)
             try:
                 adapter.load(snapshot.adapter, snapshot.optimizer)
             except BaseException:

@@ -124,6 +124,9 @@ class FakeRunner:
             time.sleep(float(load.removeprefix("sleep=")))
         self._emit(TrainerMessage(level="info", text=f"base loaded by process {os.getpid()}"))
 
+    def expect(self, requests: Sequence[JobRequest]) -> None:
+        self._emit(TrainerMessage(level="info", text=f"{len(requests)} jobs expected"))
+
     def admit(self, request: JobRequest) -> None:
         spec = request.spec
         text = Path(spec.data).read_text() if Path(spec.data).is_file() else spec.data
