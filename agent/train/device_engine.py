@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from gshare.agent.train.device_pass import (
     matrix_table,
 )
 from gshare.agent.train.engine import Engine, Verdict
-from gshare.agent.train.out_of_memory import is_out_of_memory
+from gshare.agent.train.graph_capture import GraphCapture
 from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, TrunkUse
 from gshare.agent.train.trunk_cache import fill_states
@@ -127,7 +126,7 @@ class DeviceEngine(Engine):
         self._workspace = LoraWorkspace(base.device)
         self._readback = Readback(base.device)
         self.optimizer = DeviceOptimizer(self.arena)
-        self._pool: Any = None  # torch's handle of the memory that all graphs share
+        self._captures = GraphCapture(base.device)
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._parameters = base.config.parameter_count()
@@ -291,24 +290,14 @@ class DeviceEngine(Engine):
         return self.graphs and small and not entry.too_large
 
     def _capture(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> bool:
-        """Captured, and run once; False when there is no memory for it: graphs have memory of their own,
-        which nothing else can use, beside what is kept for passes that are launched."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.base.device)
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = launch()
-        except Exception as error:
-            # The end of a capture that was broken off may fail too, and is raised instead.
-            if not any(is_out_of_memory(one) for one in (error, error.__context__) if one is not None):
-                raise
+        """Captured, and run once; False when there is no memory for it."""
+        found = self._captures.capture(launch)
+        if found is None:
             entry.too_large = True
             log.info("no memory for a CUDA graph of %d tokens", entry.buffers.shape.tokens)
             return False
-        if self._pool is None:
-            self._pool = graph.pool()
-        entry.graph, entry.output = graph, output
-        graph.replay()
+        entry.graph, entry.output = found
+        entry.graph.replay()
         self.replays += 1
         return True
 
@@ -317,7 +306,7 @@ class DeviceEngine(Engine):
         if held:
             torch.cuda.synchronize(self.base.device)
         self._entries.clear()
-        self._pool, self.graphs = None, False
+        self._captures, self.graphs = GraphCapture(self.base.device), False
         return held
 
     # ------------------------------------------------------------------ one pass

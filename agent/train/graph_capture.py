@@ -1,0 +1,55 @@
+"""Capturing launches as a CUDA graph while other threads use the device.
+
+Not by `torch.cuda.graph`: that empties torch's caches before each capture, of device memory (allocated
+again by the next pass that is launched) and of pinned memory (pinned again by the next checkpoint), and by
+default no thread may wait for a copy while one captures, as those do that write checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gshare.agent.train.out_of_memory import is_out_of_memory
+
+
+class GraphCapture:
+    """Captures one after the other, on a stream of its own; all graphs share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
+
+    def capture(self, launch: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        """The graph, not yet run, and what `launch` gave, in its memory; None when there is no memory for it:
+        graphs have memory of their own, which nothing else can use, beside what is kept for passes that are
+        launched."""
+        torch.cuda.synchronize(self._device)
+        found = self._try(launch)
+        if found is None:
+            torch.cuda.empty_cache()  # what launched passes left: under a cap it counts
+            found = self._try(launch)
+        return found
+
+    def _try(self, launch: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        graph = torch.cuda.CUDAGraph()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        pool = () if self._pool is None else (self._pool,)
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(*pool, capture_error_mode="thread_local")
+                try:
+                    output = launch()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            # The end of a capture that was broken off may fail too, and is raised instead.
+            if not any(is_out_of_memory(one) for one in (error, error.__context__) if one is not None):
+                raise
+            return None
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph, output
