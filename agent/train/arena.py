@@ -4,7 +4,8 @@ One flat tensor a purpose, one contiguous slot an adapter, one offset a matrix. 
 nothing is padded to a common rank. Offsets are multiples of 64 bytes, so that a matrix has the same
 alignment in any slot and its bits cannot tell where it lies. All is fp32 but for the copy in compute dtype
 and the codes of 8-bit moments (`adamw_8bit_layout.py`).
-The arena grows by reallocation; views are therefore asked for, never kept over an allocation.
+The arena grows by reallocation, and moves slots to close gaps; views are therefore asked for, never kept over
+an allocation.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Slot:
     length: int
     offsets: dict[MatrixKey, int]
 
+    def moved(self, start: int) -> Slot:
+        by = start - self.start
+        return Slot(start, self.length, {key: at + by for key, at in self.offsets.items()}) if by else self
+
 
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGN) * ALIGN
@@ -81,7 +86,9 @@ def _first_gap(taken: Sequence[tuple[int, int]], length: int) -> int:
 
 
 class _Region:
-    """Flat tensors that share one layout of slots: first gap that is long enough, else they grow."""
+    """Flat tensors that share one layout of slots. A slot goes to the first gap that is long enough; where
+    the free elements are enough but no gap is, the others are moved together, so that what a region takes is
+    the most that its slots ever took at once."""
 
     def __init__(self, device: torch.device, purposes: dict[str, torch.dtype]) -> None:
         self.flat = {name: torch.zeros(0, device=device, dtype=dtype) for name, dtype in purposes.items()}
@@ -94,21 +101,28 @@ class _Region:
     def allocate(self, name: str, offsets: dict[MatrixKey, int], length: int) -> None:
         """A zeroed slot of `length` elements whose matrices lie at `offsets` from its start."""
         assert name not in self.slots
-        start = _first_gap([(slot.start, slot.length) for slot in self.slots.values()], length)
-        if start + length > self.capacity:
-            self._grow(start + length)
+        self.reserve([length])
+        start = _first_gap(self._taken(), length)
         for flat in self.flat.values():
             flat[start : start + length].zero_()
         self.slots[name] = Slot(start, length, {key: start + offset for key, offset in offsets.items()})
 
     def reserve(self, lengths: Sequence[int]) -> None:
-        """Grow once for slots of these lengths, allocated in this order."""
-        taken = [(slot.start, slot.length) for slot in self.slots.values()]
+        """See that slots of these lengths, allocated in this order, find their place: move others together,
+        or grow to what all of them take."""
+        taken = self._taken()
         for length in lengths:
             taken.append((_first_gap(taken, length), length))
-        needed = max((start + length for start, length in taken), default=0)
+        if max((start + length for start, length in taken), default=0) <= self.capacity:
+            return
+        needed = sum(length for _, length in taken)
         if needed > self.capacity:
             self._grow(needed)
+        else:
+            self._compact()
+
+    def _taken(self) -> list[tuple[int, int]]:
+        return [(slot.start, slot.length) for slot in self.slots.values()]
 
     def rows(self, name: str) -> slice:
         slot = self.slots[name]
@@ -121,15 +135,36 @@ class _Region:
     def nbytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self.flat.values())
 
+    def _compact(self) -> None:
+        """Moves every slot to the left, one by one: after an OOM half way all are whole."""
+        for name, slot, start in self._compacted():
+            if start == slot.start:
+                continue
+            old = slice(slot.start, slot.start + slot.length)
+            moving = {purpose: flat[old].clone() for purpose, flat in self.flat.items()}
+            for purpose, values in moving.items():
+                self.flat[purpose][start : start + slot.length] = values
+            self.slots[name] = slot.moved(start)
+
     def _grow(self, needed: int) -> None:
-        # All or nothing: an OOM half way leaves every purpose as it was.
+        """To `needed` elements, slots without gaps. All or nothing: an OOM leaves everything as it was."""
         grown = {
             purpose: torch.zeros(needed, device=flat.device, dtype=flat.dtype)
             for purpose, flat in self.flat.items()
         }
+        places = self._compacted()
         for purpose, flat in self.flat.items():
-            grown[purpose][: flat.numel()] = flat
+            for _, slot, start in places:
+                old = flat[slot.start : slot.start + slot.length]
+                grown[purpose][start : start + slot.length] = old
         self.flat = grown
+        self.slots |= {name: slot.moved(start) for name, slot, start in places}
+
+    def _compacted(self) -> list[tuple[str, Slot, int]]:
+        """Every slot and where it starts when there are no gaps, from the left."""
+        slots = sorted(self.slots.items(), key=lambda one: (one[1].start, one[1].length))
+        starts = accumulate((slot.length for _, slot in slots), initial=0)
+        return [(name, slot, start) for (name, slot), start in zip(slots, starts, strict=False)]
 
 
 class Arena:
