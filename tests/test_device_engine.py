@@ -382,4 +382,6 @@ def test_small_models_have_fewer_shapes(
     engine = DeviceEngine(base, TritonBackend())
     rows = [row(290, 1)]
     prepared = engine.prepare([Part(new_adapter(engine, spec("a")), rows, 0, rows[0].label_tokens)])
-    assert prepared.key[0].tokens == -(-290 // tokens) * tokens
+    shape = prepared.key[0]
+    assert shape.tokens == -(-290 // tokens) * tokens
+    assert sum(prepared.counts) <= shape.labels <= shape.tokens

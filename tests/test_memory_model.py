@@ -21,7 +21,7 @@ from gshare.agent.jobs.memory_profile import (
     read_profile,
     write_profile,
 )
-from gshare.agent.jobs.pass_load import PassLoad, rung
+from gshare.agent.jobs.pass_load import PassLoad, label_rung, rung
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_points import LOADS, MIB, TRUE, load, noisy, points, value
@@ -151,6 +151,9 @@ def test_seconds_are_fitted_over_tokens_and_adapters() -> None:
 
 def test_rungs() -> None:
     assert [rung(n) for n in (1, 64, 65, 512, 513, 8192, 8193)] == [64, 64, 128, 512, 640, 8192, 8704]
+    few = [label_rung(n, coarse=True) for n in (0, 64, 65, 513, 2048, 2049, 4097)]
+    assert few == [64, 64, 128, 1024, 2048, 3072, 5120]
+    assert [label_rung(n) for n in (1, 513, 8193)] == [64, 640, 8704]
 
 
 # ---------------------------------------------------------------------- the file

@@ -31,6 +31,17 @@ def rung(rows: int, *, coarse: bool = False) -> int:
     return max(step, -(-rows // step) * step)
 
 
+def label_rung(rows: int, *, coarse: bool = False) -> int:
+    """The padded number of rows that predict a label: `rung`, but a power of two up to 2,048 and a multiple
+    of 1,024 above where shapes are to be few. They meet tokens' rungs in every combination: of 1,250 passes
+    of a sweep of 60 configurations of SmolLM2 115 are launched or captured with the rungs of tokens, 88 with
+    these.
+    """
+    if not coarse:
+        return rung(rows)
+    return max(64, 1 << max(rows - 1, 0).bit_length()) if rows <= 2048 else -(-rows // 1024) * 1024
+
+
 class PassLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest pass of a run, and the adapters that are resident beside it. No field is below zero."""
 

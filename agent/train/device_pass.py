@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gshare.agent.jobs.pass_load import rung
+from gshare.agent.jobs.pass_load import label_rung, rung
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.agent.train.trunk import PassPlan, StagePlan, gathered, starts_of
@@ -110,9 +110,10 @@ class PassShape:
         parts, specs = plan.parts, [part.adapter.spec for part in plan.parts]
         targets = {linear for spec in specs for linear in spec.targets}
         rank = max(spec.r for spec in specs)
+        tokens = rung(len(rows.tokens), coarse=coarse)
         return cls(
-            tokens=rung(len(rows.tokens), coarse=coarse),
-            labels=rung(len(rows.labels), coarse=coarse),
+            tokens=tokens,
+            labels=min(label_rung(len(rows.labels), coarse=coarse), tokens),  # the estimate's bound
             adapters=_power(len(parts)),
             sequences=_power(len(rows.starts) - 1),
             rank=next(known for known in _RANKS if known >= rank),
