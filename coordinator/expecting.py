@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from gshare.coordinator.node_state import NodeMachine
 
 
+def counted(nodes: int) -> str:
+    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
+
+
 @dataclass(frozen=True)
 class Expecting:
     """`workers` nodes that may be placed on, within `timeout_s` seconds of `since` (monotonic)."""
@@ -32,7 +36,7 @@ class Expecting:
             if not node.placeable
         ]
         if len(nodes) < self.workers:
-            lines.append(f"  cluster.toml names {len(nodes)} nodes: add some, or expect fewer workers")
+            lines.append(f"  cluster.toml names {counted(len(nodes))}: add some, or expect fewer workers")
         return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from gshare.agent.jobs.names import plain
 from gshare.agent.service.registry import private_dir
 from gshare.coordinator.api_client import CoordinatorClient, NoCoordinator
 from gshare.coordinator.config import ClusterConfig, load_cluster
+from gshare.coordinator.expecting import counted
 
 if TYPE_CHECKING:
     from gshare.coordinator.host_keys import HostKeyUnknown
@@ -93,12 +94,12 @@ async def _run(options: Options, config: ClusterConfig, store: Store) -> int:
     loop.add_signal_handler(signal.SIGINT, leave, EXIT_SIGINT)
     loop.add_signal_handler(signal.SIGTERM, leave, EXIT_SIGTERM)
     loop.add_signal_handler(STOP_SIGNAL, leave, EXIT_OK)
-    tell("info", f"coordinator {os.getpid()} of {len(config.nodes)} nodes, state in {options.state_dir}")
+    tell("info", f"coordinator {os.getpid()} of {counted(len(config.nodes))}, state in {options.state_dir}")
     expected, named = options.expect_workers, len(config.nodes)
     if expected > named:  # others may dial in: no reason to refuse
         tell(
             "warning",
-            f"--expect-workers {expected}, but {options.cluster} names {named} nodes: waiting "
+            f"--expect-workers {expected}, but {options.cluster} names {counted(named)}: waiting "
             f"{options.expect_seconds:.0f} s for {expected - named} more to dial in (`gshare agent "
             "--coordinator USER@HOST` there); add them to the file if they are reached from here, or expect "
             "fewer",

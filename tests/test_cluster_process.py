@@ -196,7 +196,7 @@ def test_workers_that_do_not_come_are_named_with_the_reason(tmp_path: Path, own_
     cluster.file.write_text('[[node]]\nname = "far"\nhost = "127.0.0.1"\nport = 1\n')
     more = cluster.gshare("coordinator", "--expect-workers", "3", "--timeout", "1")
     assert more.returncode == 75, more.stderr
-    said = "names 1 nodes: waiting 1 s for 2 more to dial in"
+    said = "names 1 node: waiting 1 s for 2 more to dial in"
     assert said in more.stderr.splitlines()[1], "before the wait, not after it"
     done = cluster.gshare("coordinator", "--expect-workers", "1", "--timeout", "2")
     assert done.returncode == 75, done.stderr
