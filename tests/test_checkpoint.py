@@ -449,6 +449,29 @@ def test_a_best_that_waits_gives_way_to_the_next_one(
     assert (b / "best").exists() == (between == "another directory's best")
 
 
+def test_no_checkpoint_names_a_best_that_could_not_be_written(tmp_path: Path) -> None:
+    broken = snapshot(2)
+    del broken.state["tokens"]
+    with CheckpointWriter() as writer:
+
+        def saved(one: Snapshot, kind: str) -> bool:
+            writer.submit(one, tmp_path, kind, adapter_config=CONFIG)  # type: ignore[arg-type]
+            writer.flush()
+            (result,) = writer.results()
+            return result.error is None
+
+        assert saved(snapshot(1), "best")
+        assert saved(snapshot(1), "step")
+        assert not saved(broken, "best")
+        assert not saved(snapshot(2), "step")
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+        writer.begin(tmp_path)  # the job goes on from there
+        assert saved(snapshot(2), "step")
+        assert not saved(broken, "best")
+        assert saved(snapshot(3), "best")  # this one stands
+        assert saved(snapshot(3), "step")
+
+
 def test_pending_snapshots_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that stands still, `submit` blocks once three snapshots wait or are being written."""
     import threading

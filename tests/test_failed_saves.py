@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import msgspec
 import pytest
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError, UsageError
@@ -50,6 +51,40 @@ def test_one_diverges_in_the_evaluation_of_another_whose_save_has_failed(
     assert states == ["diverged", "failed", "completed"]
     ended = [isinstance(e, JobChanged) and (e.job, e.state) == ("b", "failed") for e in events].index(True)
     assert [event for event in events[ended + 1 :] if event.job == "b"] == []
+
+
+def test_a_best_that_could_not_be_written_is_written_by_the_resume(
+    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of its step, queued behind it, would say that it stands."""
+    plan = {"max_steps": 6, "eval_steps": 1, "save_steps": 1}
+
+    def train(folder: Path, **more: Any) -> tuple[str, int]:
+        runner = make_runner(tiny_checkpoint, base, lambda event: None)
+        job = request(folder, "a", **plan)
+        runner.admit(msgspec.structs.replace(job, **more))
+        while runner.run_round():
+            pass
+        (ended,) = runner.jobs()
+        runner.close()
+        return ended.state, ended.best_step or 0
+
+    state, best = train(tmp_path / "alone")
+    assert (state, best > 0) == ("completed", True)
+    real, failures = checkpoint_writer.write_best, [1]
+
+    def write(snapshot: Any, *rest: Any) -> Path:
+        if snapshot.step == best and failures:
+            failures.pop()
+            raise GshareError("disk full")
+        return real(snapshot, *rest)
+
+    monkeypatch.setattr(checkpoint_writer, "write_best", write)
+    assert train(tmp_path / "cut")[0] == "failed"
+    assert train(tmp_path / "cut", resume=True) == ("completed", best)
+    outputs = [Path(request(tmp_path / name, "a", **plan).spec.output_dir) for name in ("alone", "cut")]
+    for name in ("best/adapter_model.safetensors", "best/metadata.json", "adapter_model.safetensors"):
+        assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes(), name
 
 
 def test_a_job_whose_save_failed_ends_when_nothing_writes_for_it(

@@ -72,6 +72,7 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._tidied: set[Path] = set()
+        self._without_best: set[Path] = set()  # directories whose newest best could not be written
         self._closed = False
         # Daemons: an interpreter that goes down without `close` must not hang on a dead disk.
         self._threads = [
@@ -104,6 +105,11 @@ class CheckpointWriter:
             self._pending_bytes += save.nbytes
             self._waiting.append(save)
             self._changed.notify_all()
+
+    def begin(self, output_dir: Path) -> None:
+        """A job begins, or goes on, with what stands in its directory: failed saves of one before it are
+        past."""
+        self._without_best.discard(output_dir)
 
     def results(self) -> list[SaveResult]:
         """The saves finished since the last call, those of one directory in order (a superseded one is told
@@ -185,6 +191,9 @@ class CheckpointWriter:
                 with disk_errors("clearing up", save.output_dir):
                     remove_leftovers(save.output_dir)
                 self._tidied.add(save.output_dir)
+            if save.kind == "step" and save.output_dir in self._without_best:
+                # It would say which step is the best, and that one is not there.
+                raise GshareError(f"{save.output_dir}: not written, since its best/ could not be")
             if save.kind == "step":
                 path = write_checkpoint(snapshot, save.output_dir, save.adapter_config, save.save_total_limit)
             elif save.kind == "best":
@@ -196,4 +205,6 @@ class CheckpointWriter:
         except Exception as unforeseen:  # the thread must live: other jobs' checkpoints depend on it
             log.exception("saving %s at step %d failed", snapshot.job, snapshot.step)
             error = GshareError(f"{save.output_dir}: {type(unforeseen).__name__}: {unforeseen}")
+        if save.kind == "best":
+            (self._without_best.discard if error is None else self._without_best.add)(save.output_dir)
         return SaveResult(snapshot.job, snapshot.step, save.kind, path, error)

@@ -162,6 +162,7 @@ class Runner:
             job = Job(request, data, adapter, self._order)
             try:
                 job.output_dir.mkdir(parents=True, exist_ok=True)
+                self.books.writer.begin(job.output_dir)
                 resumed = request.resume and restore(job, self.fingerprint, self.books.say)
                 if not resumed and request.start is not None:
                     begin_warm(job, request.start, self.fingerprint)
