@@ -1,0 +1,47 @@
+"""CUDA graphs as the engine captures them: on a device, while another thread waits for copies."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from gshare.agent.train.graph_capture import GraphCapture
+from gshare.agent.train.host_copy import copied
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_graphs_are_captured_again_when_none_is_left_and_whoever_waits_for_copies() -> None:
+    device = torch.device("cuda")
+    x, captures = torch.zeros(1 << 22, device=device), GraphCapture(device)
+    waiting: queue.Queue[tuple[torch.Tensor, float, Callable[[], None]] | None] = queue.Queue()
+    wrong: list[object] = []
+
+    def write() -> None:  # as the threads do that write checkpoints
+        while (one := waiting.get()) is not None:
+            copy, value, wait = one
+            try:
+                wait()
+                if not bool((copy == value).all()):
+                    wrong.append(value)
+            except Exception as error:
+                wrong.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for number in range(20):
+        (copy,), wait = copied([x])
+        waiting.put((copy, float(number), wait))
+        captured = captures.capture(lambda: x.add_(1).mul(2.0))
+        assert captured is not None
+        graph, output = captured
+        graph.replay()
+        assert float(output[0]) == 2.0 * (number + 1)
+        del graph, output, captured  # none is left, as when the arena has grown
+    waiting.put(None)
+    thread.join(60)
+    assert wrong == []
+    assert float(x[-1]) == 20.0
