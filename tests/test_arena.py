@@ -118,9 +118,11 @@ def test_gaps_are_closed_for_one_that_fits_in_none(base: Base, monkeypatch: pyte
     assert all((arena.view("params", "c", key).numpy() == old).all() for key, old in before.items())
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("unforeseen")])
 def test_jobs_that_come_together_make_the_arena_grow_once(
-    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Where that fails, for whatever reason, each is admitted as if it had come alone."""
     runner = make_runner(tiny_checkpoint, base, lambda event: None)
     jobs = [request(tmp_path, name, r=r) for name, r in (("a", 2), ("b", 7), ("c", 5))]
     beyond = request(tmp_path, "beyond", layers_to_transform=(99,))
@@ -131,7 +133,10 @@ def test_jobs_that_come_together_make_the_arena_grow_once(
     assert pointers(runner.engine.arena) == at
     real = runner.engine.arena.nbytes()
 
-    monkeypatch.setattr(runner.engine.arena, "reserve", no_room)
+    def broken(adapters: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner.engine.arena, "reserve", broken)
     more = [request(tmp_path, name) for name in "de"]
     runner.expect(more)
     for job in more:

@@ -128,7 +128,8 @@ class Runner:
         return list(self.books.jobs.values())
 
     def expect(self, requests: Sequence[JobRequest]) -> None:
-        """These are about to be admitted: make room for all at once, if there is. Refuses none."""
+        """These are about to be admitted: make room for all at once, if there is. Refuses none, never raises:
+        without it each makes its own, and what is wrong with a job is that job's."""
         self._pipeline.drain()
         specs = []
         for request in requests:
@@ -138,9 +139,7 @@ class Runner:
         try:
             self.engine.expect(specs)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.info("no room for %d adapters at once", len(specs))
+            log.warning("no room was made for %d adapters at once: %s", len(specs), error)
 
     def admit(self, request: JobRequest) -> None:
         """Open the job's data, make or load its adapter, and let it run from the next round on.
