@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fake_runner import weights_after
 from gshare.agent.errors import GshareError
 from gshare.agent.node.protocol import ListAttempts
@@ -252,7 +252,8 @@ class LocalCluster:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-        pids = [self.coordinator_pid(), *(self.agent_pid(node) for node in self.nodes)]
-        for pid in filter(None, pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # By their command lines: an agent that is still on its way up answers nobody.
+        for one in psutil.process_iter(["cmdline"]):
+            if any(word.startswith(f"{self.root}/") for word in one.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
