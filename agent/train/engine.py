@@ -19,7 +19,7 @@ import torch
 from gshare.agent.base.decoder import Decoder, Needed, Stage
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
-from gshare.agent.train.adapter import Adapter, has_8bit_moments
+from gshare.agent.train.adapter import Adapter, InitialWeights, has_8bit_moments
 from gshare.agent.train.arena import Arena, MatrixKey, adapter_shapes
 from gshare.agent.train.part import Part, Row
 from gshare.agent.train.trunk import PassPlan, StagePlan, TrunkUse, gathered, starts_of
@@ -157,6 +157,7 @@ class Engine:
         self.backend = backend
         self.decoder = Decoder(base, backend)
         self.arena = Arena(base.device, base.compute_dtype)
+        self._initial_weights = InitialWeights()
         self.before_pass: Callable[[Sequence[Part]], None] = lambda parts: None
         #: Recompute activations in every pass, not only where an adapter asks for it; never changes bits.
         self.checkpointing = False
@@ -180,7 +181,8 @@ class Engine:
         """An adapter in a slot of the arena, with its `initial` weights or with zeros, to be loaded."""
         if self.cache is not None:
             self.cache.age()
-        return Adapter(name, spec, self.arena, adapter_shapes(spec, self.base.config), initial=initial)
+        shapes = adapter_shapes(spec, self.base.config)
+        return Adapter(name, spec, self.arena, shapes, initial=self._initial_weights if initial else None)
 
     def begin_round(self, adapters: Sequence[Adapter]) -> None:
         """Gradients of the round's adapters to zero; passes add to them."""
