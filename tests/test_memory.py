@@ -176,6 +176,16 @@ def test_a_small_model_is_reserved_with_room_for_its_graphs() -> None:
         assert other.needed == other.total
 
 
+def test_adapters_of_the_upper_layers_take_their_states_from_a_buffer() -> None:
+    """On CUDA: a power of two of tokens, and more than the pass has. Adapters of all layers need none."""
+    top = [adapter(layers_to_transform=(31,)), adapter(layers_to_transform=(30, 31))]
+    for tokens, expected in ((8192, 128 * 2**20), (4095, 32 * 2**20), (4096, 64 * 2**20)):
+        it = estimate(LLAMA_8B, top, device="cuda", pass_tokens=tokens)
+        assert it["trunk states"] == expected
+    for other in (estimate(LLAMA_8B, device="cuda"), estimate(LLAMA_8B, top)):
+        assert "trunk states" not in [part.name for part in other.parts]
+
+
 def run(**keys: Any) -> RunSpec:
     specs = (
         adapter(max_length=100, per_device_train_batch_size=4, gradient_accumulation_steps=8),

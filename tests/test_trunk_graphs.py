@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from cohort import Member, part, row
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
+from gshare.agent.jobs.memory import ModelShape, estimate_run
+from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.device_engine import DeviceEngine, _Entry
 from gshare.agent.train.part import Part
 from gshare.agent.train.trunk_cache import TrunkCache
@@ -90,6 +93,10 @@ def test_replayed_passes_have_the_bits_of_launched_ones(
     found, engine = trained(base, graphs=True)
     assert found == eager
     assert engine.replays == 4 + 2
+    # The estimate knows the states: the longest trunk is that of the row of 20 tokens.
+    shape, top = ModelShape.of(base.config), AdapterSpec(name="a", data="d", output_dir="o", **TOP)  # type: ignore[arg-type]
+    options: Any = {"base_dtype": "fp32", "device": "cuda", "longest_row": 20}
+    assert engine._states.nbytes == estimate_run(shape, [top], pass_tokens=20, **options)["trunk states"]
 
 
 def test_a_graph_that_outlives_the_states_it_writes_is_found(

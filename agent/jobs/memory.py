@@ -216,6 +216,7 @@ def estimate_run(
             "checkpoints being written",
             host=True,
         ),
+        *_trunk_states(shape, adapters, device, compute, pass_tokens),
         *_trunk_caches(trunk_cache, trunk_cache_host),
     )
     return MemoryEstimate(parts, device)
@@ -240,6 +241,18 @@ def _graphs(
         return ()
     nbytes = graph_bytes(shape, adapters, compute, pass_tokens)
     return (MemoryPart(GRAPHS, nbytes, "CUDA graphs: the same again, for passes that are replayed"),)
+
+
+def _trunk_states(
+    shape: ModelShape, adapters: Sequence[AdapterSpec], device: Device, compute: int, pass_tokens: int
+) -> tuple[MemoryPart, ...]:
+    """What a pass takes over from the layers below its lowest adapted one; no line where there are none."""
+    if device == "cpu" or not any(spec.lowest_layer for spec in adapters):
+        return ()
+    tokens = 1 << pass_tokens.bit_length()  # the engine's buffer: a power of two, and more than the pass has
+    return (
+        MemoryPart("trunk states", tokens * shape.hidden_size * compute, "below the lowest adapted layer"),
+    )
 
 
 def _trunk_caches(device_bytes: int, host_bytes: int) -> tuple[MemoryPart, ...]:

@@ -24,7 +24,7 @@ CPU_CARD = "cpu"
 #: What is in a measured peak and known without measuring.
 _KNOWN = ("base", "unpacking", "adapters", "optimizer")
 #: Held beside what a measured peak has.
-_APART = ("trunk cache",)
+_APART = ("trunk cache", "trunk states")
 
 
 def profile_dir() -> Path:
