@@ -27,6 +27,7 @@ from ledger_children import (
     files,
     make_ledger,
     rows,
+    stopped,
     take,
     until,
     wanted,
@@ -248,8 +249,9 @@ def test_trouble_that_passes_while_it_waits_is_waited_out(
         elif trouble == "lock":
             fcntl.flock(lock, fcntl.LOCK_EX)
         elif trouble == "directory":
-            ledger.directory.rename(away)
-            ledger.directory.write_text("in the way", encoding="utf-8")
+            with stopped(waiter.pid):  # it would make the directory anew, and a file could not take its place
+                ledger.directory.rename(away)
+                ledger.directory.write_text("in the way", encoding="utf-8")
         else:
             write_devices(path, device(state=f'"{trouble}"'))
         line = waiter.line()
@@ -257,12 +259,14 @@ def test_trouble_that_passes_while_it_waits_is_waited_out(
         assert reason in line
         os.close(lock)
         if trouble == "directory":
-            ledger.directory.unlink()
-            away.rename(ledger.directory)
+            with stopped(waiter.pid):
+                ledger.directory.unlink()
+                away.rename(ledger.directory)
         write_devices(path, device())
         assert waiter.line().startswith("waits: 1000 MiB asked")
         block.release()
-        assert waiter.line() == "has"
+        while (line := waiter.line()) != "has":
+            assert "has been held too long" in line  # by our release: here a look waits for 0.1 s alone
     finally:
         waiter.kill()
         block.release()

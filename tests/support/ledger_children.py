@@ -169,6 +169,17 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """It stands still while the block changes in two steps what it looks at, and never sees the half."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: (clock.stat_fields(pid) or ["?"])[0] == "T")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def wanted(ledger: Ledger, mb: int, **keys: object) -> Wanted:
     """A request for any device; `keys` are further fields."""
     return msgspec.structs.replace(Wanted(mb=mb, devices=ledger.source.devices(), task="test"), **keys)
