@@ -15,7 +15,7 @@ from gshare.agent.vram.ledger import Ledger, Queued
 from gshare.agent.vram.machine import MAX_BYPASS, Wait
 from gshare.agent.vram.queue import Announcer, wait_for
 from gshare.agent.vram.status import status
-from gshare.agent.vram.store import LOCK_SECONDS
+from gshare.agent.vram.store import LOCK_SECONDS, locked
 from gshare.agent.vram.view import ABSENT_S
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -108,40 +108,52 @@ def test_a_killed_waiter_leaves_the_queue(ledger: Ledger) -> None:
 
 
 def test_a_stopped_waiter_keeps_memory_from_nobody_and_has_its_place_when_it_goes_on(
-    ledger: Ledger,
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = take(ledger, 8000)
-    stopped = waiter_of(ledger, 6000)
+    waiter = waiter_of(ledger, 6000)
     try:
-        assert stopped.line() == "waits 1"
-        os.kill(stopped.pid, signal.SIGSTOP)
-        until(lambda: (clock.stat_fields(stopped.pid) or ["?"])[0] == "T")
-        first.release()
-        with pytest.raises(RetryLater, match="6000 kept for requests in front"):
-            take(ledger, 8000)  # it may be about to look
+        assert waiter.line() == "waits 1"
+        with locked(ledger.directory, ledger.tracer):  # so that it is not stopped with the lock
+            os.kill(waiter.pid, signal.SIGSTOP)
+            until(lambda: (clock.stat_fields(waiter.pid) or ["?"])[0] == "T")
         (life,) = ledger.directory.glob("wait-*.life")
-        long_ago = int((clock.now().boot_s - ABSENT_S - 0.5) * 1e9)
-        os.utime(life, ns=(long_ago, long_ago))  # as if it had been stopped for so long
-        (queued,) = status(ledger).devices[0].queue
-        assert "has not looked for a while" in queued.reason
-        for _ in range(MAX_BYPASS + 1):
-            take(ledger, 8000).release()
-        assert not list(ledger.directory.glob("passes-*"))  # nothing was counted
-        os.kill(stopped.pid, signal.SIGCONT)
-        until_has(stopped)
+        with monkeypatch.context() as at_rest:
+            at = clock.now()
+            at_rest.setattr("gshare.agent.vram.ledger.now", lambda: at)
+            looked(life, at.boot_s)  # just now, however long the stopping took
+            first.release()
+            with pytest.raises(RetryLater, match="6000 kept for requests in front"):
+                take(ledger, 8000)  # it may be about to look
+            looked(life, at.boot_s - ABSENT_S - 0.5)  # as if it had been stopped for so long
+            (queued,) = status(ledger).devices[0].queue
+            assert "has not looked for a while" in queued.reason
+            for _ in range(MAX_BYPASS + 1):
+                take(ledger, 8000).release()
+            assert not list(ledger.directory.glob("passes-*"))  # nothing was counted
+        os.kill(waiter.pid, signal.SIGCONT)
+        until_has(waiter)
         assert list(rows(ledger).values()) == [6000]
     finally:
-        os.kill(stopped.pid, signal.SIGCONT)
-        stopped.kill()
+        os.kill(waiter.pid, signal.SIGCONT)
+        waiter.kill()
 
 
-def test_a_waiter_that_looks_is_not_absent_however_long_it_waits(ledger: Ledger) -> None:
+def looked(life: Path, boot_s: float) -> None:
+    os.utime(life, ns=(int(boot_s * 1e9),) * 2)
+
+
+def test_a_waiter_that_looks_is_not_absent_however_long_it_waits(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = clock.now()
+    monkeypatch.setattr("gshare.agent.vram.ledger.now", lambda: at)
     with take(ledger, 8000):
         queued = ledger.reserve(wanted(ledger, 8000), join_s=60)
         assert isinstance(queued, Queued)
         assert queued.place is not None
         joined_s = os.fstat(queued.place.life).st_mtime
-        assert 0 <= clock.now().boot_s - joined_s < ABSENT_S  # joining is looking
+        assert joined_s == pytest.approx(at.boot_s, abs=1e-3, rel=0)  # joining is looking
         os.utime(queued.place.life, ns=(0, 0))
         assert ledger.look()[0].absent == {queued.place.waiter.id}
         before = os.stat(ledger.directory).st_mtime_ns
