@@ -29,6 +29,12 @@ def ledger(tmp_path: Path) -> Ledger:
     return make_ledger(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def never_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiters here look once: a disk that takes more than 5 s from then on must not make them absent."""
+    monkeypatch.setattr("gshare.agent.vram.view.ABSENT_S", math.inf)
+
+
 def shown(ledger: Ledger) -> str:
     """The whole status as text: it must hold whatever lies in the ledger."""
     return "\n".join(line.plain for line in lines(status(ledger)))
