@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gshare.agent.errors import GshareError, RetryLater, UsageError
@@ -40,6 +44,12 @@ def ledger(tmp_path: Path) -> Ledger:
     return make_ledger(tmp_path)
 
 
+@pytest.fixture
+def never_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine or disk keeps a waiter from looking."""
+    monkeypatch.setattr("gshare.agent.vram.view.ABSENT_S", math.inf)
+
+
 # Case 11, and the queue
 
 
@@ -56,6 +66,7 @@ def waiter_of(ledger: Ledger, mb: int) -> Child:
     return Child(work)
 
 
+@pytest.mark.usefixtures("never_absent")
 def test_a_big_waiter_is_passed_by_a_bounded_number_of_small_ones(ledger: Ledger) -> None:
     first = take(ledger, 4000)
     big = waiter_of(ledger, 8000)
@@ -72,6 +83,7 @@ def test_a_big_waiter_is_passed_by_a_bounded_number_of_small_ones(ledger: Ledger
         big.kill()
 
 
+@pytest.mark.usefixtures("never_absent")
 def test_waiters_are_served_in_the_order_they_came(ledger: Ledger) -> None:
     block = take(ledger, 8000)
     line: list[Child] = []
@@ -214,14 +226,16 @@ def test_a_waiter_takes_whichever_device_comes_free(tmp_path: Path) -> None:
 # Passing trouble
 
 
-def waits_for_a_device(ledger: Ledger, timeout_s: float = 60) -> Child:
-    """A waiter for 1000 MiB that tells every reason."""
+def waits_for_a_device(ledger: Ledger, in_trouble: Callable[[], None] = lambda: None) -> Child:
+    """A waiter for 1000 MiB that tells every reason, and does `in_trouble` when it has told of trouble."""
 
     def work(say: Say, wait: WaitFor) -> None:
         def told(queued: Queued) -> None:
             say(f"{'trouble' if queued.trouble else 'waits'}: {queued.decision.reason}")
+            if queued.trouble:
+                in_trouble()
 
-        grant = wait_for(ledger, wanted(ledger, 1000), timeout_s=timeout_s, on_wait=told)
+        grant = wait_for(ledger, wanted(ledger, 1000), timeout_s=60, on_wait=told)
         say("has")
         wait()
         ledger.release(grant)
@@ -289,13 +303,19 @@ def test_trouble_that_passes_while_it_waits_is_waited_out(
 @pytest.mark.usefixtures("often")
 def test_trouble_that_does_not_pass_ends_with_the_time_and_its_reason(ledger: Ledger, tmp_path: Path) -> None:
     block = take(ledger, 8000)
-    waiter = waits_for_a_device(ledger, timeout_s=1.0)
+
+    def over() -> None:
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60, sleep=time.sleep)
+        queue.time = later  # pyright: ignore[reportAttributeAccessIssue]
+
+    # Its time is over once it is in trouble, not before: however late the trouble begins.
+    waiter = waits_for_a_device(ledger, in_trouble=over)
     try:
         assert waiter.line().startswith("waits: ")
         write_devices(tmp_path / "devices.toml", device(state='"failed"'))
         assert waiter.line().startswith("trouble: ")
         why = "Simulated GPU: failed (simulated), on GPU-aaaa-1"
-        assert waiter.line() == f"RetryLater: waited 1 s for memory for test, place 1: {why}"
+        assert waiter.line() == f"RetryLater: waited 60 s for memory for test, place 1: {why}"
     finally:
         waiter.kill()
         block.release()
@@ -324,14 +344,21 @@ def test_in_the_queue_the_lock_is_asked_for_no_longer_than_a_look_may_be_late(
     """Else a lock that a stopped process holds would keep the waiter past its time."""
     ask, patience = ledger.reserve, []
 
+    class Enough(Exception):
+        pass
+
+    def stop() -> None:
+        if len(patience) > 3:
+            raise Enough
+
     def reserve(*arguments: object, patience_s: float, **keys: object) -> object:
         patience.append(patience_s)
         return ask(*arguments, patience_s=patience_s, **keys)  # pyright: ignore[reportArgumentType]
 
     with take(ledger, 8000):
         monkeypatch.setattr(ledger, "reserve", reserve)
-        with pytest.raises(RetryLater):
-            wait_for(ledger, wanted(ledger, 1000), timeout_s=0.3)
+        with pytest.raises(Enough):
+            wait_for(ledger, wanted(ledger, 1000), timeout_s=60, on_look=stop)
     assert patience[0] == LOCK_SECONDS
     assert set(patience[1:]) == {0.1}
 
