@@ -19,15 +19,18 @@ from gshare.agent.vram.watch import resident_mb, run_program
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from ledger_children import NO_CONFIG, child, device, files, make_ledger, rows, take, until
 
-#: A program that "allocates": it rewrites the simulated device so that the driver lists it, then waits.
+#: A program that "allocates": it rewrites the simulated device so that the driver lists it, then waits until
+#: somebody has made the third file, a minute at most.
 USES = """
 import os, sys, time
-path, used, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+path, used, seen = sys.argv[1], sys.argv[2], sys.argv[3]
 text = '[[device]]\\nuuid = "GPU-aaaa-1"\\ntotal_mb = 10000\\n'
 text += f'processes = [{{ pid = {os.getpid()}, used_mb = {used} }}]\\n'
 open(path + '.new', 'w').write(text)
 os.replace(path + '.new', path)
-time.sleep(seconds)
+end = time.monotonic() + 60
+while not os.path.exists(seen) and time.monotonic() < end:
+    time.sleep(0.01)
 """
 
 
@@ -40,12 +43,27 @@ def run(ledger: Ledger, *command: str, mb: int = 1000, strict: bool = False) -> 
     """(exit code, what was said, the row's peak)."""
     said: list[str] = []
     with take(ledger, mb) as reservation:
+        record = reservation.record_use
+
+        def and_tell(phase: str, used_mb: int) -> None:
+            record(phase, used_mb)
+            if used_mb:
+                seen(ledger.directory.parent).touch()
+
+        reservation.record_use = and_tell
         code = run_program(reservation, command, strict=strict, notify=said.append, poll_s=0.02)
         return code, said, reservation.row.peak_mb
 
 
-def uses(folder: Path, mb: int, seconds: float = 0.3) -> tuple[str, ...]:
-    return (sys.executable, "-c", USES, str(folder / "devices.toml"), str(mb), str(seconds))
+def seen(folder: Path) -> Path:
+    """There once a use has been recorded."""
+    return folder / "seen"
+
+
+def uses(folder: Path, mb: int, until: Path | None = None) -> tuple[str, ...]:
+    """Until its use has been recorded, or there is another file."""
+    ends = until if until is not None else seen(folder)
+    return (sys.executable, "-c", USES, str(folder / "devices.toml"), str(mb), str(ends))
 
 
 def test_the_program_gets_its_gpu_by_uuid_and_its_reservation_and_its_code_is_ours(
@@ -86,7 +104,7 @@ def test_a_grandchild_is_the_programs_too(ledger: Ledger, tmp_path: Path) -> Non
 
 def test_strict_stops_the_program_and_its_descendants_at_the_limit(ledger: Ledger, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    script = f"sleep 60 & echo $! > {pid_file}; {shlex.join(uses(tmp_path, 1001, 60))}"
+    script = f"sleep 60 & echo $! > {pid_file}; {shlex.join(uses(tmp_path, 1001, tmp_path / 'never'))}"
     with pytest.raises(GshareError, match="sh used 1001 MiB, more than the 1000 MiB reserved, and was stop"):
         run(ledger, "sh", "-c", script, strict=True)
     sleeper = int(pid_file.read_text(encoding="utf-8"))
