@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster_of_straw import Straw, adapter, is_ended, run, started
+from cluster_of_straw import LIMITS, Straw, adapter, is_ended, run, started
 from fake_agent import FakeAgent, FakeAttempt, weights
 from gshare.cli import cluster_jobs
 from gshare.coordinator import blobs as blobs_module
@@ -21,6 +22,8 @@ from gshare.coordinator.api_protocol import (
 )
 from gshare.coordinator.home import Home
 
+#: No second try by itself, which would be under way by chance when the stop comes.
+ONE_TRY = replace(LIMITS, publish_delay_s=3600)
 STAY = "its results stay on node a, `gshare jobs fetch job0 DIR` brings them from there"
 ONCE_MORE = "job job0 is done, its results are being brought home; stop it once more to end it without them"
 
@@ -52,7 +55,7 @@ def disk_is_gone(tmp_path: Path) -> Path:
 def test_a_job_that_cannot_be_placed_is_ended_by_a_stop_and_its_results_are_fetched(tmp_path: Path) -> None:
     async def test(it: Straw) -> None:
         disk_is_gone(tmp_path)
-        async with it.running():
+        async with it.running(limits=ONE_TRY):
             agent, _ = await done_on(it)
             await it.until(lambda: it.job("job0").publish_again)
             reply = await stop(it)
@@ -82,7 +85,7 @@ def test_a_job_that_cannot_be_placed_is_ended_by_a_stop_and_its_results_are_fetc
 def test_resumed_its_results_are_placed_and_nothing_is_trained_again(tmp_path: Path) -> None:
     async def test(it: Straw) -> None:
         gone = disk_is_gone(tmp_path)
-        async with it.running():
+        async with it.running(limits=ONE_TRY):
             agent, _ = await done_on(it)
             await it.until(lambda: it.job("job0").publish_again)
             await stop(it)
@@ -99,7 +102,7 @@ def test_resumed_its_results_are_placed_and_nothing_is_trained_again(tmp_path: P
 def test_resumed_while_its_node_is_away_it_is_trained_from_its_checkpoint(tmp_path: Path) -> None:
     async def test(it: Straw) -> None:
         gone = disk_is_gone(tmp_path)
-        async with it.running():
+        async with it.running(limits=ONE_TRY):
             agent, _ = await done_on(it)
             await it.until(lambda: it.job("job0").publish_again)
             await stop(it)
@@ -130,7 +133,7 @@ def test_a_full_disk_at_home_holds_nobody_either(
             "running_coordinator",
             lambda file, home, name: CoordinatorClient(it.state_dir, name),
         )
-        async with it.running():
+        async with it.running(limits=ONE_TRY):
             monkeypatch.setattr(blobs_module, "DISK_RESERVE", 1 << 62)
             agent, _ = await done_on(it)
             await it.until(lambda: it.job("job0").publish_again)
@@ -153,7 +156,7 @@ def test_where_nothing_has_failed_the_first_stop_waits_for_what_comes_of_it(
     place, go_on = Home.place, threading.Event()
 
     def slow(self: Home, job: str, attempt: int, output_dir: Path, mark: str) -> None:
-        go_on.wait(20)
+        go_on.wait(60)
         place(self, job, attempt, output_dir, mark)
 
     monkeypatch.setattr(Home, "place", slow)
@@ -188,7 +191,7 @@ def test_a_disk_that_never_answers_holds_its_job_no_longer_than_two_stops(
 
     def hang(self: Home, job: str, attempt: int, output_dir: Path, mark: str) -> None:
         inside.append(attempt)
-        answers.wait(20)
+        answers.wait(60)
         place(self, job, attempt, output_dir, mark)
 
     monkeypatch.setattr(Home, "place", hang)
