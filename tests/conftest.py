@@ -6,6 +6,7 @@ The environment is set when this file is loaded, so before pytest imports the fi
 - two threads, no hub, no tokenizer threads;
 - state, cache, config and runtime directories in a new folder, so that no test sees or leaves anything
   of the user's. It is short on purpose: a Unix socket's path has at most 107 bytes;
+- no deadline of 0.2 s for one example of hypothesis: a busy machine passes it;
 - signals that whoever started the tests ignores (nohup) are not ignored by the processes that tests start.
 
 Without torch (`make test-py310`), test modules that import what needs it are not collected; the summary
@@ -24,6 +25,7 @@ from pathlib import Path
 import pytest
 from child_signals import undo_ignoring
 from gshare.agent.service.environment import trainer_environment
+from hypothesis import settings
 
 #: Imports that need the `train` extra.
 NEEDS_TORCH = (
@@ -54,6 +56,8 @@ def _set_environment() -> None:
 
 _set_environment()
 undo_ignoring()
+settings.register_profile("gshare", settings.default, deadline=None)
+settings.load_profile("gshare")
 
 #: Longer values, and bytes, make ids that nobody reads; some are drawn anew by every process (keys, clocks),
 #: and processes that share the tests (pytest-xdist) must name them alike.
