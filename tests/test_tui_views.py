@@ -222,6 +222,7 @@ def test_wider_screens_show_more_columns() -> None:
 
 def test_two_thousand_rows_render_only_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gshare.tui.widgets.job_table.ORDER_SECONDS", 0.0)
+    monkeypatch.setattr("gshare.tui.app.TICK_SECONDS", 3600.0)  # each tick would ask for the rows once more
 
     async def run() -> None:
         views = tuple(
