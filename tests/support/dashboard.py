@@ -87,6 +87,8 @@ async def driven(
     source = source if source is not None else ScriptedSource(lab())
     options.setdefault("clock", lambda: NOW + 5)
     app = make_app(source, **options)
+    # Else what was told is gone after 5 s, and a busy machine has not looked at it.
+    app.NOTIFICATION_TIMEOUT = 3600  # pyright: ignore[reportAttributeAccessIssue]
     async with app.run_test(size=size) as pilot:
         one = Driven(app, pilot, source)
         await one.until(lambda: source.is_told and app.is_running, "the source's first frames")
