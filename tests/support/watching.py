@@ -38,7 +38,7 @@ class Watched:
     def live(self) -> bool:
         return self.said[-1:] == ["live"]
 
-    async def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         async def wait() -> None:
             while not condition():
                 if self.task.done():
