@@ -21,8 +21,8 @@ from gshare.agent.service.client import TrainerClient
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from fake_runner import weights_after  # noqa: E402
-from node_agents import OWNER, AgentProcess, running_agent, wait_no_trainers  # noqa: E402
+from fake_runner import tell, weights_after  # noqa: E402
+from node_agents import OWNER, SECONDS, AgentProcess, running_agent, wait_no_trainers  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     monkeypatch.setenv("GSHARE_TEST_RUNNER", "fake_runner:FakeRunner")
     monkeypatch.setenv("GSHARE_TEST_PREPARE", "fake_prepare")
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "GSHARE_FAKE_WORDS"):
         (tmp_path / name).mkdir(mode=0o700)
         monkeypatch.setenv(name, str(tmp_path / name))
 
@@ -67,8 +67,7 @@ def test_an_attempt_runs_and_its_files_come_back(agent: AgentProcess) -> None:
     assert {"checkpoint-7/state.json", "checkpoint-7/manifest.json", "best/metadata.json"} < set(checkpoint)
     samples = client.ask(protocol.ReadSamples, job="support", attempt=1, after_step=5)
     assert [json.loads(line)["step"] for line in samples.lines] == [6, 7]
-    states = [change.state for change in client.changes("support")]
-    assert states == ["queued", "running", "completed"]
+    assert client.states("support", "completed") == ["queued", "running", "completed"]
     seqs = [frame.seq for frame in client.events if frame.seq]
     assert seqs == sorted(set(seqs))
     assert "loaded by process" in client.ask(protocol.ReadLog, job="support", attempt=1).text
@@ -80,7 +79,7 @@ def test_accepted_twice_runs_once_and_a_forgotten_one_never_again(agent: AgentPr
     for _ in range(2):
         assert isinstance(client.start("a", "steps=3"), protocol.AttemptAccepted)
     client.wait_end("a")
-    assert [change.state for change in client.changes("a")] == ["queued", "running", "completed"]
+    assert client.states("a", "completed") == ["queued", "running", "completed"]
     assert client.ask(protocol.ForgetAttempts, attempts=[("a", 1)]).failed == {}
     assert client.ask(protocol.ListAttempts).attempts == []
     assert not list((agent.state / "attempts").iterdir())
@@ -126,11 +125,12 @@ def test_killed_agent_resumes_with_the_steps_that_were_saved(agent: AgentProcess
     client = agent.connect()
     journal = client.follow().journal_id
     for job in ("a", "b"):
-        client.start(job, "steps=60,sleep=0.03,files=1")
+        client.start(job, "steps=60,sleep=0.03,files=1,hold=50")
     for job in ("a", "b"):
         client.wait(job, lambda status: status.step >= 5)
     seen = max(frame.seq for frame in client.events)
     agent.kill()
+    tell("go")  # neither could be at its end before
     agent.start()
     client = agent.connect()
     following = client.follow(journal, seen)
@@ -148,19 +148,19 @@ def test_killed_agent_resumes_with_the_steps_that_were_saved(agent: AgentProcess
 
 def test_sigterm_drains_and_the_next_start_resumes(agent: AgentProcess) -> None:
     client = agent.connect()
-    client.start("a", "steps=80,sleep=0.03,files=1")
+    client.start("a", "steps=80,sleep=0.03,files=1,hold=70")
     client.start("done", "steps=2")
     client.wait("a", lambda status: status.step >= 4)
     client.wait_end("done")
     assert agent.terminate() == 143
     wait_no_trainers()
+    tell("go")
     agent.start()
     client = agent.connect()
     assert client.wait_end("a").state == "completed"
     assert client.pull("a", "final")["adapter_model.safetensors"].decode() == weights_after("a", 80)
     client.follow()
-    client.until(lambda: client.changes("a")[-1:] != [] and client.changes("a")[-1].state == "completed")
-    states = [change.state for change in client.changes("a")]
+    states = client.states("a", "completed")
     assert states == ["queued", "running", "queued", "running", "completed"], client.changes("a")
     assert [change.state for change in client.changes("done")].count("completed") == 1
 
@@ -182,10 +182,11 @@ def test_a_drained_stop_is_not_resumed(agent: AgentProcess) -> None:
 def test_a_killed_trainer_is_replaced(agent: AgentProcess) -> None:
     client = agent.connect()
     client.follow()
-    client.start("a", "steps=60,sleep=0.03,files=1")
+    client.start("a", "steps=60,sleep=0.03,files=1,hold=50")
     client.wait("a", lambda status: status.step >= 5)
     (pid,) = trainer_pids()
     os.kill(pid, signal.SIGKILL)
+    tell("go")
     ended = client.wait_end("a")
     assert (ended.state, ended.reason) == ("completed", "")
     assert client.pull("a", "final")["adapter_model.safetensors"].decode() == weights_after("a", 60)
@@ -292,7 +293,7 @@ def test_two_coordinators_of_one_owner_are_refused(agent: AgentProcess) -> None:
     assert isinstance(same.hello, protocol.NodeHello)
     first.close()
     same.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while isinstance(agent.connect(session="second").hello, NodeRefused):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -327,7 +328,7 @@ def test_samples_may_be_refused_and_durable_events_come_all_the_same(agent: Agen
     client = agent.connect()
     client.follow(samples=False)
     client.start("a", "steps=6")
-    client.until(lambda: [change.state for change in client.changes("a")][-1:] == ["completed"])
+    client.states("a", "completed")
     assert not [f for f in client.events if f.seq == 0]
     with_samples = agent.connect(role="observer", session="")
     with_samples.follow()

@@ -8,9 +8,12 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     full_at=K      ends as `failed` there: the disk is full
     loss=V         validation loss V + 1 / step (2 / step)
     exit_at=K      ends as `stopped` by a pattern of its losses there
+    hold=K         stands still at step K, its pass in flight, until it is told to `go`
     pad=M          the final adapter has M MiB of blanks after the weights
     files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
-The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error".
+The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error" | "hold" (loads until it is told to `go`).
+A word told to all that run is a file in the directory GSHARE_FAKE_WORDS: `go`, or `hurry` (rounds take no
+time). So a test decides what happens first, however slow the machine is.
 The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not. An
 agent's name for a job ("0123abcd-job") counts as the job's own.
 """
@@ -90,6 +93,16 @@ class FakeJob:
         return final
 
 
+def tell(word: str) -> None:
+    """To every engine of this test: `go` or `hurry`."""
+    Path(os.environ["GSHARE_FAKE_WORDS"], word).touch()
+
+
+def told(word: str) -> bool:
+    folder = os.environ.get("GSHARE_FAKE_WORDS")
+    return folder is not None and Path(folder, word).exists()
+
+
 def weights_after(name: str, steps: int, start: str = "") -> str:
     """What a job's weights must be after `steps` steps from `start`, however often it was interrupted."""
     value = start
@@ -114,6 +127,7 @@ class FakeRunner:
         self._emit = on_event
         self._on_pass = on_pass
         self._jobs: dict[str, FakeJob] = {}
+        self._holding = False
         self.fingerprint = {"numerics": "fake"}
         load = os.environ.get("GSHARE_FAKE_LOAD", "")
         if load == "kill":
@@ -122,6 +136,8 @@ class FakeRunner:
             raise GshareError(f"{model_dir}: no such model")
         if load.startswith("sleep="):
             time.sleep(float(load.removeprefix("sleep=")))
+        while load == "hold" and not told("go"):
+            time.sleep(0.01)
         self._emit(TrainerMessage(level="info", text=f"base loaded by process {os.getpid()}"))
 
     def expect(self, requests: Sequence[JobRequest]) -> None:
@@ -180,17 +196,25 @@ class FakeRunner:
     def run_round(self) -> bool:
         jobs = [job for job in self._jobs.values() if job.state == "running"]
         if not jobs:
+            if self._holding:
+                self._holding = False
+                self._on_pass(())
             return False
+        held = [] if told("go") else [job for job in jobs if job.script.get("hold") == job.step]
+        self._holding = bool(held)
         self._on_pass([(job.name, job.step) for job in jobs])
-        time.sleep(max(job.script.get("sleep", 0.0) for job in jobs))
+        if not told("hurry"):
+            time.sleep(max([job.script.get("sleep", 0.0) for job in jobs] + [0.01] * len(held)))
         for job in jobs:
             if job.script.get("kill_at") == job.step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if job.script.get("raise_at") == job.step:
                 raise RuntimeError(f"the engine met something unforeseen in {job.name}")
         for job in jobs:
-            self._step(job, len(jobs))
-        self._on_pass(())
+            if job not in held:
+                self._step(job, len(jobs))
+        if not held:
+            self._on_pass(())
         return True
 
     def close(self) -> None:

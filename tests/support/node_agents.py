@@ -161,6 +161,12 @@ class NodeClient:
         self.ask(protocol.ReleaseBundle, bundle=bundle.bundle)
         return files
 
+    def states(self, job: str, last: str) -> list[str]:
+        """The states that the job has gone through, once `last` has come: the answer that tells of an end may
+        come before the end's event."""
+        self.until(lambda: [change.state for change in self.changes(job)][-1:] == [last])
+        return [change.state for change in self.changes(job)]
+
     def changes(self, job: str) -> list[JobChanged]:
         """The changes of state that have come, in order."""
         return [
