@@ -12,16 +12,17 @@ import msgspec
 import pytest
 from gshare.agent.jobs.events import Stepped, TrainerMessage
 from gshare.agent.service import protocol, registry
-from gshare.agent.service.client import TrainerClient
+from gshare.agent.service.client import Reply, TrainerClient
 from gshare.agent.service.hold import spawn_trainer
 from gshare.agent.service.joining import with_identity
 from gshare.agent.service.registry import TrainerConfig
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from fake_runner import weights_after  # noqa: E402
+from fake_runner import tell, weights_after  # noqa: E402
 from joining_clients import (  # noqa: E402
     LONG,
+    SECONDS,
     Client,
     job,
     make_base,
@@ -36,7 +37,9 @@ from joining_clients import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    # A trainer that is just starting is asked to make room too: it may take a while to be there.
+    monkeypatch.setattr("gshare.agent.service.finding.HELLO_SECONDS", SECONDS)
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "GSHARE_FAKE_WORDS"):
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(name, str(folder))
@@ -153,12 +156,18 @@ def test_ctrl_c_of_one_takes_out_its_own_jobs_only_whoever_started_the_trainer(
 def test_a_stop_while_the_base_is_loaded_leaves_the_trainer_to_the_others(
     config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GSHARE_FAKE_LOAD", "sleep=3")
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", "hold")
     a = Client(config, [job("a", tmp_path, LONG)], "A")
     wait_for(lambda: bool(registry.live_trainers()))
     b = Client(config, [job("b", tmp_path, "steps=9")], "B")
     wait_for(lambda: b.supervisor.finder.asking)
+    (directory,) = registry.live_trainers()
+    looker = TrainerClient(directory, "looks")
+    wait_for(lambda: looker.others() == 1)  # A and B
     a.stop.exit_code = 130
+    wait_for(lambda: looker.others() == 0)  # B
+    looker.close()
+    tell("go")
     assert b.wait() == 0
     assert b.supervisor.joined
     assert a.wait() == 130
@@ -174,22 +183,33 @@ def test_everybody_stopping_while_the_base_is_loaded_ends_the_trainer(
     b = Client(config, [job("b", tmp_path, LONG)], "B")
     wait_for(lambda: b.supervisor.finder.asking)
     stop(a, b)
-    wait_for(lambda: not list(registry.trainer_dirs()), 10.0)
+    wait_for(lambda: not list(registry.trainer_dirs()))
 
 
 def test_who_only_looks_does_not_end_a_trainer_that_loads(
     config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`gshare jobs` may be there and gone before the client that has started the trainer."""
-    monkeypatch.setenv("GSHARE_FAKE_LOAD", "sleep=1")
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", "hold")
     spawned = spawn_trainer(config)
     TrainerClient(spawned.directory, "looks").close()
     client = TrainerClient(spawned.directory, "owner")
-    done = client.ask(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=3")])
+    wait_for(lambda: client.others() == 0)  # the trainer has seen it go
+    request = client.send(protocol.SubmitJobs, jobs=[job("a", tmp_path, "steps=3")])
+    tell("go")
+    replies: list[Reply | None] = []
+
+    def answered() -> bool:
+        client.poll(0.05)
+        replies.append(client.reply(request))
+        return replies[-1] is not None
+
+    wait_for(answered)
+    done = replies[-1]
     assert isinstance(done, protocol.Done)
     assert done.jobs == ["a"]
     client.close()
-    assert spawned.process.wait(20) == 0
+    assert spawned.process.wait(SECONDS) == 0
     spawned.release()
 
 
@@ -252,10 +272,12 @@ def test_a_job_is_resumed_in_the_trainer_it_was_stopped_in(config: TrainerConfig
     """The trainer's journal still tells of its first life, which must not be taken for the second's."""
     a = Client(config, [job("a", tmp_path, LONG)], "A")
     a.steps("a", 1)
-    b = Client(config, [job("b", tmp_path, "steps=60,sleep=0.01,save=5")], "B")
+    script = "steps=60,sleep=0.01,save=5,hold=40"
+    b = Client(config, [job("b", tmp_path, script)], "B")
     b.steps("b", 12)
     stop(b)
-    again = Client(config, [job("b", tmp_path, "steps=60,sleep=0.01,save=5", resume=True)], "B2")
+    tell("go")  # it could not be at its end before
+    again = Client(config, [job("b", tmp_path, script, resume=True)], "B2")
     assert again.wait() == 0
     assert again.supervisor.joined
     assert again.states("b") == ["running", "completed"]

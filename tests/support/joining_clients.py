@@ -19,6 +19,8 @@ from gshare.agent.service.registry import TrainerConfig
 from gshare.agent.service.supervise import StopRequest, Supervisor
 
 LONG = "steps=100000,sleep=0.01,save=5"
+#: A loaded machine takes ten of them to start one process.
+SECONDS = 120.0
 
 
 def make_base(directory: Path, content: bytes) -> Path:
@@ -74,12 +76,12 @@ class Client:
     def _run(self) -> None:
         self.code = self.supervisor.run()
 
-    def wait(self, seconds: float = 40.0) -> int:
+    def wait(self, seconds: float = SECONDS) -> int:
         self._thread.join(seconds)
         assert self.code is not None, self.events[-20:]
         return self.code
 
-    def until(self, condition: Callable[[list[Event]], bool], seconds: float = 40.0) -> None:
+    def until(self, condition: Callable[[list[Event]], bool], seconds: float = SECONDS) -> None:
         wait_for(lambda: condition(self.events) or self.code is not None, seconds)
         assert condition(self.events), self.events[-20:]
 
@@ -97,7 +99,7 @@ def _is_step(event: Event, name: str, step: int) -> bool:
     return isinstance(event, Stepped) and event.job == name and event.step >= step
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
