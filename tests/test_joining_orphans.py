@@ -14,7 +14,8 @@ from gshare.agent.service.protocol import Detach, Done, JoinTrainer, OpenTrainer
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from joining_clients import LONG, job, make_base, make_config, wait_for  # noqa: E402
+from fake_runner import tell  # noqa: E402
+from joining_clients import LONG, SECONDS, job, make_base, make_config, wait_for  # noqa: E402
 
 LEFT = "the client whose jobs were on trial has left it"
 
@@ -22,7 +23,8 @@ LEFT = "the client whose jobs were on trial has left it"
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", "hold")  # until the clients of a test are there
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "GSHARE_FAKE_WORDS"):
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(name, str(folder))
@@ -37,7 +39,7 @@ def on_trial(tmp_path: Path) -> Iterator[Spawned]:
     )
     yield spawned
     spawned.process.terminate()
-    spawned.process.wait(20)
+    spawned.process.wait(SECONDS)
     spawned.release()
 
 
@@ -45,7 +47,7 @@ def ask_to_join(client: TrainerClient) -> int:
     return client.send(JoinTrainer, jobs=["b"], budget_mb=0, resident_mb=0)
 
 
-def answer(client: TrainerClient, request_id: int, seconds: float = 20.0) -> Reply:
+def answer(client: TrainerClient, request_id: int) -> Reply:
     replies: list[Reply] = []
 
     def heard() -> bool:
@@ -54,7 +56,7 @@ def answer(client: TrainerClient, request_id: int, seconds: float = 20.0) -> Rep
         replies.extend([reply] if reply is not None else [])
         return bool(replies)
 
-    wait_for(heard, seconds)
+    wait_for(heard)
     return replies[0]
 
 
@@ -69,7 +71,11 @@ def test_an_opener_that_leaves_refuses_the_others_whichever_was_first(
 ) -> None:
     opener = TrainerClient(on_trial.directory, "A")
     joiner = TrainerClient(on_trial.directory, "B")
+    tell("go")
     assert isinstance(opener.ask(SubmitJobs, jobs=[job("a", tmp_path, LONG)]), Done)
+    # Keeps the trainer there when nobody who has brought jobs is left but it, and is not its opener.
+    keeper = TrainerClient(on_trial.directory, "C")
+    assert isinstance(keeper.ask(SubmitJobs, jobs=[job("c", tmp_path, LONG)]), Done)
     if detached:
         opener.ask(Detach)
     request = 0
@@ -83,30 +89,36 @@ def test_an_opener_that_leaves_refuses_the_others_whichever_was_first(
         request = ask_to_join(joiner)
     assert answer(joiner, request) == Refused(reply_to=request, reason=LEFT)
     joiner.close()
+    keeper.close()
     if not detached:
-        assert on_trial.process.wait(20) == 0  # nothing keeps it
+        assert on_trial.process.wait(SECONDS) == 0  # nothing keeps it
 
 
 def test_an_opener_that_is_gone_before_its_jobs_were_looked_at(on_trial: Spawned, tmp_path: Path) -> None:
     opener = TrainerClient(on_trial.directory, "A")
-    opener.send(SubmitJobs, jobs=[job("a", tmp_path, LONG)])
-    opener.close()
     joiner = TrainerClient(on_trial.directory, "B")
-    assert isinstance(answer(joiner, ask_to_join(joiner)), Refused)
+    opener.send(SubmitJobs, jobs=[job("a", tmp_path, LONG)])
+    request = ask_to_join(joiner)
+    wait_for(lambda: joiner.others() == 1)
+    opener.close()
+    wait_for(lambda: joiner.others() == 0)
+    tell("go")
+    assert isinstance(answer(joiner, request), Refused)
     wait_ended(joiner, "a")
     joiner.close()
-    assert on_trial.process.wait(20) == 0
+    assert on_trial.process.wait(SECONDS) == 0
 
 
 def test_an_opener_that_never_brings_jobs_is_not_waited_for(on_trial: Spawned) -> None:
     looker = TrainerClient(on_trial.directory, "A")
-    looker.close()
     joiner = TrainerClient(on_trial.directory, "B")
+    looker.close()
+    tell("go")
     reply = answer(joiner, ask_to_join(joiner))
     assert isinstance(reply, Refused)
     assert "has not come" in reply.reason
     joiner.close()
-    assert on_trial.process.wait(20) == 0
+    assert on_trial.process.wait(SECONDS) == 0
 
 
 def test_the_control_an_opener_that_stays_lets_them_in_however_late(
@@ -114,6 +126,7 @@ def test_the_control_an_opener_that_stays_lets_them_in_however_late(
 ) -> None:
     opener = TrainerClient(on_trial.directory, "A")
     joiner = TrainerClient(on_trial.directory, "B")
+    tell("go")
     assert isinstance(opener.ask(SubmitJobs, jobs=[job("a", tmp_path, LONG)]), Done)
     request = ask_to_join(joiner)
     joiner.poll(2.5)  # longer than an opener may take to come
