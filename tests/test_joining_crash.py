@@ -9,9 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from gshare.agent.jobs.events import Evaluated, Event, JobChanged, Stepped, TrainerMessage
 from gshare.agent.service import registry
+from gshare.agent.service.breadcrumb import read_breadcrumb
 from gshare.agent.service.client import TrainerClient
 from gshare.agent.service.finding import Finder
 from gshare.agent.service.protocol import PauseJobs, SubmitJobs
@@ -19,7 +21,7 @@ from gshare.agent.service.registry import TrainerConfig
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from fake_runner import weights_after  # noqa: E402
+from fake_runner import tell, weights_after  # noqa: E402
 from joining_clients import (  # noqa: E402
     LONG,
     Client,
@@ -32,13 +34,13 @@ from joining_clients import (  # noqa: E402
     weights,
 )
 
-SCRIPT = "steps=300,sleep=0.01,save=5"
+SCRIPT = "steps=300,sleep=0.01,save=5,hold=18"
 
 
 @pytest.fixture(autouse=True)
 def own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "GSHARE_FAKE_WORDS"):
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(name, str(folder))
@@ -79,6 +81,11 @@ def since_death(client: Client) -> list[Event]:
     return events[died[-1] :] if died else events
 
 
+def is_back(client: Client) -> bool:
+    """Its trainer has died, and its jobs run in another one."""
+    return deaths(client) > 0 and any(isinstance(e, Stepped) for e in since_death(client))
+
+
 def joined_clients(config: TrainerConfig, tmp_path: Path, scripts: dict[str, str]) -> list[Client]:
     """One client a job, in order; all in one trainer."""
     clients = []
@@ -90,9 +97,29 @@ def joined_clients(config: TrainerConfig, tmp_path: Path, scripts: dict[str, str
     return clients
 
 
+def kill_in_flight(*jobs: str) -> None:
+    """SIGKILL for the one trainer, in a pass of just these jobs: between two passes nobody is suspected."""
+    process = psutil.Process(trainer_pid())
+    (directory,) = registry.live_trainers()
+
+    def stopped_in_flight() -> bool:
+        process.suspend()
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+        if sorted(job for job, _ in read_breadcrumb(directory)) == sorted(jobs):
+            return True
+        process.resume()
+        return False
+
+    wait_for(stopped_in_flight)
+    process.kill()
+
+
 def test_killed_from_outside_it_costs_nobody_anything(config: TrainerConfig, tmp_path: Path) -> None:
     clients = joined_clients(config, tmp_path, {"a": SCRIPT, "b": SCRIPT, "c": SCRIPT})
-    os.kill(trainer_pid(), signal.SIGKILL)
+    for client, name in zip(clients, "abc", strict=True):
+        client.steps(name, 18)  # after an evaluation is written down, not in the middle of it
+    kill_in_flight("a", "b", "c")
+    tell("go")
     for client, name in zip(clients, "abc", strict=True):
         assert client.wait() == 0
         assert deaths(client) == 1
@@ -109,7 +136,9 @@ def test_killed_from_outside_it_costs_nobody_anything(config: TrainerConfig, tmp
 def test_a_poisonous_job_takes_the_others_down_once_and_no_more(
     config: TrainerConfig, tmp_path: Path
 ) -> None:
-    a, bad = joined_clients(config, tmp_path, {"a": SCRIPT, "bad": "steps=300,sleep=0.01,kill_at=60"})
+    bad_script = "steps=300,sleep=0.01,kill_at=60,hold=50"
+    a, bad = joined_clients(config, tmp_path, {"a": SCRIPT, "bad": bad_script})
+    tell("go")
     assert (a.wait(), bad.wait()) == (0, 1)
     assert weights(job("a", tmp_path)) == weights_after("a", 300)
     assert deaths(a) == 1
@@ -121,15 +150,19 @@ def test_a_poisonous_job_takes_the_others_down_once_and_no_more(
 def test_the_control_a_client_that_rejoins_with_its_suspect_takes_the_others_down_again(
     config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = Finder.search
-    monkeypatch.setattr(
-        Finder,
-        "search",
-        lambda self, config, alone, never_open=False: search(self, config, alone=False),
-    )
-    a, bad = joined_clients(
-        config, tmp_path, {"a": "steps=900,sleep=0.01,save=5", "bad": "steps=300,sleep=0.01,kill_at=60"}
-    )
+    search, clients = Finder.search, []
+
+    def with_the_others(self: Finder, config: TrainerConfig, alone: bool, never_open: bool = False) -> None:
+        if self._client == "BAD" and clients:
+            # Else it may be faster, and be dead by itself when the other one comes.
+            wait_for(lambda: deaths(clients[0]) > 1 or is_back(clients[0]))
+        search(self, config, alone=False)
+
+    monkeypatch.setattr(Finder, "search", with_the_others)
+    bad_script = "steps=300,sleep=0.01,kill_at=60,hold=50"
+    clients += joined_clients(config, tmp_path, {"a": LONG, "bad": bad_script})
+    a, bad = clients
+    tell("go")
     bad.wait()
     wait_for(lambda: deaths(a) >= 2)
     stop(a)
@@ -139,13 +172,14 @@ def test_off_trial_a_trainer_is_open_and_the_clients_are_together_again(
     config: TrainerConfig, tmp_path: Path
 ) -> None:
     """A client that comes while the only trainer has a suspect in it waits for it to pass."""
-    (a,) = joined_clients(config, tmp_path, {"a": "steps=100000,sleep=0.2,save=1"})
+    (a,) = joined_clients(config, tmp_path, {"a": f"{LONG},hold=9"})
     pid = trainer_pid()
-    os.kill(pid, signal.SIGKILL)
+    kill_in_flight("a")
     wait_for(lambda: deaths(a) == 1 and bool(registry.live_trainers()) and trainer_pid() != pid)
     b = Client(config, [job("b", tmp_path, "steps=9")], "B")
+    wait_for(lambda: b.says("waiting until its jobs are off trial"))
+    tell("go")
     assert b.wait() == 0
-    assert b.says("waiting until its jobs are off trial")
     assert b.supervisor.joined
     stop(a)
 
@@ -157,10 +191,11 @@ def test_a_client_with_nothing_in_flight_is_no_suspects_client(config: TrainerCo
     other = TrainerClient(directory, "test")
     other.ask(PauseJobs, jobs=["b"])
     wait_for(lambda: b.states("b")[-1] == "paused")
-    os.kill(other.hello.pid, signal.SIGKILL)
+    kill_in_flight("a")
     other.close()
+    tell("go")
     assert a.wait() == 0
-    b.steps("b", 5)
+    wait_for(lambda: is_back(b))
     assert not b.supervisor._closed
     assert b.supervisor._machine.alone is None
     stop(b)
@@ -178,9 +213,9 @@ def test_a_client_that_dies_with_the_trainer_is_reported_the_others_jobs_are_not
     lost.ask(SubmitJobs, jobs=[job("lost", tmp_path, LONG)])
     wait_for(lambda: any(status.step > 1 for status in lost.jobs() if status.job == "lost"))
     os.kill(lost.hello.pid, signal.SIGKILL)
-    for client, name in ((a, "a"), (b, "b")):
-        wait_for(lambda client=client: deaths(client) == 1)
-        client.steps(name, 3)
+    for client in (a, b):
+        wait_for(lambda client=client: is_back(client))
+        assert deaths(client) == 1
     assert directory.exists()
     assert registry.collect_dead() == []
     os.close(slow)
@@ -194,7 +229,8 @@ def test_of_two_clients_the_second_reads_what_the_first_has_read(
 ) -> None:
     """The first to have read a dead trainer's directory leaves it to the others."""
     a, b = joined_clients(config, tmp_path, {"a": SCRIPT, "b": SCRIPT})
-    os.kill(trainer_pid(), signal.SIGKILL)
+    kill_in_flight("a", "b")
+    tell("go")
     assert (a.wait(), b.wait()) == (0, 0)
     for client in (a, b):
         (text,) = [e.text for e in client.events if isinstance(e, TrainerMessage) and "died" in e.text]
@@ -205,7 +241,8 @@ def test_of_two_clients_the_second_reads_what_the_first_has_read(
 
 def test_an_isolated_job_runs_where_nobody_is_or_comes(config: TrainerConfig, tmp_path: Path) -> None:
     """Jobs that only crash together: in the end each runs alone, and never in a trainer with others."""
-    requests = [job("a", tmp_path, SCRIPT), job("b", tmp_path, SCRIPT)]
+    script = "steps=300,sleep=0.1,save=5"
+    requests = [job("a", tmp_path, script), job("b", tmp_path, script)]
     client = Client(config, requests, "A")
     for killed in range(3):
         wait_for(
@@ -214,11 +251,12 @@ def test_an_isolated_job_runs_where_nobody_is_or_comes(config: TrainerConfig, tm
                 and any(isinstance(e, Stepped) and e.adapters_in_pass == 2 for e in since_death(client))
             )
         )
-        os.kill(trainer_pid(), signal.SIGKILL)
+        kill_in_flight("a", "b")
         wait_for(lambda n=killed: deaths(client) == n + 1)
     other = Client(config, [job("c", tmp_path, "steps=9")], "C")
     assert other.wait() == 0
     assert not other.supervisor.joined
+    tell("hurry")
     assert client.wait() == 0
     assert {e.adapters_in_pass for e in since_death(client) if isinstance(e, Stepped)} == {1}
     for name in "ab":
