@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gshare.agent.errors import GshareError
@@ -155,6 +156,9 @@ def test_a_directory_that_stays_full_is_named_in_the_end(
     config: TrainerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finding, "ROOM_SECONDS", 0.3)
+    now = [0.0]  # s; it goes on while the finder sleeps, and not while it waits for a processor
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(finding, "time", clock)
     tries = []
     full_while(monkeypatch, lambda: tries.append(1) or True)
     said: list[Event] = []
