@@ -174,6 +174,7 @@ def test_the_driver_is_not_asked_anew_for_each_of_many_saves(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, asked = StrawGpu(tmp_path), []
+    monkeypatch.setattr("gshare.agent.train.gpu_guard.RECORD_SECONDS", 3600.0)  # longer than fifty saves take
     with take(ledger, 4000) as reservation:
         guard, _ = guarded(reservation, gpu)
         real = reservation.read_device
