@@ -34,7 +34,8 @@ clone.prepare = lambda run, model_dir, console: prepare(run, console, resume=Fal
 sys.exit(main.main(sys.argv[1:]))
 """
 
-LONG = "steps=4000,sleep=0.01,save=5"
+#: No test lets it come to its end: a loaded machine may take a minute to start six commands.
+LONG = "steps=100000,sleep=0.01,save=5"
 
 
 def own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
