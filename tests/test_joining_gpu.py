@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> TrainerConfig:
     return make_config(base, runner="reserved_runner:ReservedRunner", gpu=request())
 
 
-def request(budget_mb: int = 4000, part_mb: int = 1000, timeout_s: float = 30.0) -> GpuRequest:
+def request(budget_mb: int = 4000, part_mb: int = 1000, timeout_s: float = 300.0) -> GpuRequest:
     return GpuRequest(
         budget_mb=budget_mb,
         gpus=(GPU,),
