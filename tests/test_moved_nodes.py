@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_of_straw import Straw, adapter, is_ended, run
+from cluster_of_straw import LIMITS, Straw, adapter, is_ended, run
 from fake_agent import FakeAgent, FakeAttempt, weights
 from gshare.agent.errors import GshareError
 from gshare.agent.node import protocol as p
@@ -145,7 +146,9 @@ def test_a_file_that_was_edited_while_no_coordinator_ran_gives_no_number_twice(t
         async with it.running(config=cluster(a="one")):
             await it.submit("job0")
             await begun(it, it.agents["one"], steps=2)
-        async with it.running(config=cluster(a="two")):
+        # Who is connected late is lost first, and its jobs go on elsewhere for that reason.
+        patient = dataclasses.replace(LIMITS, lost_after_s=60.0)
+        async with it.running(config=cluster(a="two"), limits=patient):
             await to_the_end(it, tmp_path, it.agents["two"], 2)
             assert given(it.agents["two"]) == [("job0", 2)]
             told = "warning: a is another agent than before: job0 may go on training unseen where that one is"
