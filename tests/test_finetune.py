@@ -24,7 +24,7 @@ from gshare.cli.main import main
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from fake_runner import weights_after  # noqa: E402
+from fake_runner import let_go_to, weights_after  # noqa: E402
 
 #: `gshare` with an engine of straw and without tokenising: a job's data file holds its script.
 GSHARE = """
@@ -78,7 +78,7 @@ def flags(**scripts: str) -> list[str]:
     return arguments
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -94,7 +94,10 @@ def no_trainer_is_left() -> bool:
     return not registry.live_trainers()
 
 
-LONG = "steps=4000,sleep=0.005,save=5"
+#: Minutes: a test of eight commands takes one or two where a process takes ten seconds to start.
+LONG = "steps=100000,sleep=0.005,save=5"
+#: The file that holds jobs back (`let_go_to`).
+UPTO = Path("upto")
 
 
 def test_every_key_of_the_spec_has_a_flag() -> None:
@@ -139,7 +142,7 @@ def test_one_failed_adapter_gives_exit_1_and_its_reason() -> None:
 def test_a_signal_checkpoints_and_stops_and_resume_gives_the_same_bits(
     number: signal.Signals, code: int
 ) -> None:
-    arguments = flags(a="steps=150,sleep=0.005,save=1000")
+    arguments = flags(a=f"steps=150,sleep=0.005,save=1000,{let_go_to(UPTO.absolute(), 100)}")
     process = start(*arguments)
     assert process.stderr is not None
     for line in process.stderr:
@@ -148,24 +151,33 @@ def test_a_signal_checkpoints_and_stops_and_resume_gives_the_same_bits(
     else:
         pytest.fail(f"no first step; exit code {process.wait()}")
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert "stopping" in err
     assert "stopped" in out
     assert 0 < saved_step("a") < 150
     assert no_trainer_is_left()
+    UPTO.unlink()
     assert gshare(*arguments, "--resume")[0] == 0
     assert Path("out/a/adapter_model.safetensors").read_text() == weights_after("a", 150)
 
 
 def test_a_second_ctrl_c_leaves_at_once_and_the_trainer_stops_by_itself() -> None:
-    process = start(*flags(a="steps=4000,sleep=1.5,save=1000"))
-    wait_for(lambda: Path("out/a/run.json").exists())
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # the round still takes a second
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    process = start(*flags(a=LONG))
+    assert process.stderr is not None
+    wait_for(lambda: saved_step("a") > 0)
+    (trainer,) = registry.live_trainers()
+    client = TrainerClient(trainer, "test")
+    client.close()
+    os.kill(client.hello.pid, signal.SIGSTOP)  # as a round that takes long
+    try:
+        process.send_signal(signal.SIGINT)
+        while "stopping" not in (line := process.stderr.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        os.kill(client.hello.pid, signal.SIGCONT)
     assert process.returncode == 130
     assert "left at once" in err
     wait_for(no_trainer_is_left)
@@ -204,7 +216,7 @@ def test_detached_jobs_go_on_and_are_followed_and_stopped_by_name() -> None:
     assert gshare("jobs", "resume", "a")[::2] == (0, "a: resumed\n")
     assert gshare("jobs", "resume", "a")[::2] == (0, "a: running already\n")
     assert gshare("jobs", "stop", "a", "b")[0] == 0
-    out, err = following.communicate(timeout=30)
+    out, err = following.communicate(timeout=60)
     assert following.returncode == 130
     assert "stopped" in out
     wait_for(no_trainer_is_left)
@@ -218,7 +230,9 @@ def test_detached_jobs_go_on_and_are_followed_and_stopped_by_name() -> None:
 
 def test_detached_jobs_are_found_at_once_not_those_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gshare(*flags(a="steps=5"))[0] == 0
-    monkeypatch.setenv("GSHARE_FAKE_LOAD", "sleep=2")  # admitted no sooner than that
+    loading = Path("loading").absolute()
+    loading.touch()
+    monkeypatch.setenv("GSHARE_FAKE_LOAD", f"while={loading}")  # admitted no sooner than that
     Path("again.jsonl").write_text(LONG)
     assert gshare("finetune", "--model", "fake", "--adapter", "a=again.jsonl:out/again", "--detach")[0] == 0
     code, out, _ = gshare("jobs", "list", "--json")
@@ -226,6 +240,7 @@ def test_detached_jobs_are_found_at_once_not_those_that_ended_before(monkeypatch
     assert [(row["job"], row["state"], Path(row["output_dir"]).name) for row in rows] == [
         ("a", "queued", "again")
     ]
+    loading.unlink()
     code, _, err = gshare("jobs", "stop", "a")
     assert (code, err) == (0, "a: stopped\n")
     wait_for(no_trainer_is_left)
@@ -233,19 +248,22 @@ def test_detached_jobs_are_found_at_once_not_those_that_ended_before(monkeypatch
 
 
 def test_attach_survives_the_death_of_the_trainer() -> None:
-    assert gshare(*flags(a="steps=300,sleep=0.01,save=5"), "--detach")[0] == 0
+    assert gshare(*flags(a=LONG), "--detach")[0] == 0
     following = start("jobs", "attach", "a")
     assert following.stderr is not None
     while "a: step" not in (line := following.stderr.readline()):
         assert line
     (trainer,) = registry.live_trainers()
     client = TrainerClient(trainer, "test")
+    os.kill(client.hello.pid, signal.SIGSTOP)
+    steps = saved_step("a") + 100
+    Path("a.jsonl").write_text(f"steps={steps},sleep=0.005,save=5")  # the next trainer reads it
     os.kill(client.hello.pid, signal.SIGKILL)
-    out, err = following.communicate(timeout=60)
+    out, err = following.communicate(timeout=120)
     assert following.returncode == 0, err
     assert "its trainer is gone" in err
     assert "completed" in out
-    assert Path("out/a/adapter_model.safetensors").read_text() == weights_after("a", 300)
+    assert Path("out/a/adapter_model.safetensors").read_text() == weights_after("a", steps)
 
 
 def test_a_detached_client_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +322,11 @@ def test_a_directory_in_use_means_try_again_later() -> None:
 
 
 def test_of_two_that_start_at_once_the_loser_is_told_to_try_again() -> None:
-    arguments = flags(a="steps=300,sleep=0.01,save=1")
+    arguments = flags(a=f"steps=300,sleep=0.01,save=1,{let_go_to(UPTO.absolute(), 100)}")
     both = [start(*arguments) for _ in range(2)]
+    # The loser: the winner is held back.
+    wait_for(lambda: any(process.poll() is not None for process in both))
+    UPTO.unlink()
     ended = [(process.communicate(timeout=60)[1], process.returncode) for process in both]
     assert sorted(code for _, code in ended) == [0, 75], ended
     wait_for(no_trainer_is_left)

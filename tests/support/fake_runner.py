@@ -11,9 +11,12 @@ A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill
     hold=K         stands still at step K, its pass in flight, until it is told to `go`
     pad=M          the final adapter has M MiB of blanks after the weights
     files=1        checkpoint-<step>/ and best/ with manifests, metrics.jsonl: the engine's own layout
-The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error" | "hold" (loads until it is told to `go`).
+    upto=PATH      no step beyond the number in that file, while there is one (`let_go_to`)
+The trainer itself: GSHARE_FAKE_LOAD="sleep=S" | "kill" | "error" | "hold" (loads until it is told to `go`) |
+"while=PATH" (as long as it is there).
 A word told to all that run is a file in the directory GSHARE_FAKE_WORDS: `go`, or `hurry` (rounds take no
-time). So a test decides what happens first, however slow the machine is.
+time). So a test decides what happens first, and what it does "in the middle" is in the middle, however slow
+the machine is.
 The "weights" are a hash chain over (name, step), so a resumed job can be told from one that was not. An
 agent's name for a job ("0123abcd-job") counts as the job's own.
 """
@@ -46,6 +49,10 @@ from gshare.agent.jobs.events import (
 )
 from gshare.agent.jobs.spec import JobRequest, WarmStart
 
+NAP_SECONDS = 0.02
+#: Ten minutes: a test that failed must not leave trainers behind for ever.
+MOST_NAPS = 30_000
+
 
 @dataclass
 class FakeJob:
@@ -56,6 +63,14 @@ class FakeJob:
     state: str = "running"
     weights: str = field(default="")
     pause_at: int = 0
+    upto: str = ""
+
+    @property
+    def may_step(self) -> bool:
+        try:
+            return not self.upto or self.step < int(Path(self.upto).read_text())
+        except FileNotFoundError:
+            return True
 
     @property
     def val_loss(self) -> float:
@@ -103,6 +118,14 @@ def told(word: str) -> bool:
     return folder is not None and Path(folder, word).exists()
 
 
+def let_go_to(path: Path, step: int) -> str:
+    """A script's part: no step beyond `step`, to the end once the file is gone."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(str(step))
+    temporary.replace(path)
+    return f"upto={path}"
+
+
 def weights_after(name: str, steps: int, start: str = "") -> str:
     """What a job's weights must be after `steps` steps from `start`, however often it was interrupted."""
     value = start
@@ -128,6 +151,7 @@ class FakeRunner:
         self._on_pass = on_pass
         self._jobs: dict[str, FakeJob] = {}
         self._holding = False
+        self._naps = 0  # while all jobs were held back
         self.fingerprint = {"numerics": "fake"}
         load = os.environ.get("GSHARE_FAKE_LOAD", "")
         if load == "kill":
@@ -138,6 +162,8 @@ class FakeRunner:
             time.sleep(float(load.removeprefix("sleep=")))
         while load == "hold" and not told("go"):
             time.sleep(0.01)
+        while load.startswith("while=") and Path(load.removeprefix("while=")).exists():
+            time.sleep(0.02)
         self._emit(TrainerMessage(level="info", text=f"base loaded by process {os.getpid()}"))
 
     def expect(self, requests: Sequence[JobRequest]) -> None:
@@ -151,7 +177,9 @@ class FakeRunner:
         if "refuse" in script:
             self._on_pass(())
             raise GshareError(f"adapter {spec.name}: refused by its script")
-        job = FakeJob(spec.name, Path(spec.output_dir), {key: float(value) for key, value in script.items()})
+        upto = script.pop("upto", "")
+        numbers = {key: float(value) for key, value in script.items()}
+        job = FakeJob(spec.name, Path(spec.output_dir), numbers, upto=upto)
         job.out.mkdir(parents=True, exist_ok=True)
         saved = job.newest()
         if request.resume and saved is not None:
@@ -200,6 +228,13 @@ class FakeRunner:
                 self._holding = False
                 self._on_pass(())
             return False
+        kept = [job for job in jobs if not job.may_step]
+        if len(kept) == len(jobs) and self._naps < MOST_NAPS:
+            self._naps += 1
+            time.sleep(NAP_SECONDS)
+            return True
+        if self._naps < MOST_NAPS:
+            jobs = [job for job in jobs if job not in kept]
         held = [] if told("go") else [job for job in jobs if job.script.get("hold") == job.step]
         self._holding = bool(held)
         self._on_pass([(job.name, job.step) for job in jobs])
