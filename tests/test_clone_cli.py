@@ -225,7 +225,7 @@ def test_a_clone_of_a_sweep_s_configuration_is_among_its_decisions(parent: Popen
     out = Path("out").absolute()
     settings = EarlyExit(overfitting_patience=1)
     one = Configuration(
-        name="a", hyper_parameters={}, total_steps=4000, samples_total=4000, output_dir=str(out / "a")
+        name="a", hyper_parameters={}, total_steps=40000, samples_total=40000, output_dir=str(out / "a")
     )
     record = SweepRecord(
         name="s",

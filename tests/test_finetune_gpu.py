@@ -24,7 +24,7 @@ from gshare.cli.main import main
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from fake_runner import weights_after  # noqa: E402
+from fake_runner import let_go_to, weights_after  # noqa: E402
 from ledger_children import USABLE_MB, device, files, holder, make_ledger, rows, until  # noqa: E402
 from straw_runs import LONG, flags, gshare, own_ledger, read_until, start, the_device  # noqa: E402
 
@@ -105,7 +105,7 @@ def test_two_that_fit_run_at_once(ledger: Ledger) -> None:
     ("more", "says"),
     [
         (["--no-wait-gpu"], "no memory now for finetune a: 2048 MiB asked, 500 of 8500 MiB free"),
-        (["--timeout", "1"], "waited 1 s for memory for finetune a, place 1"),
+        (["--timeout", "3"], "waited 3 s for memory for finetune a, place 1"),
     ],
 )
 def test_who_may_not_wait_long_enough_exits_75_and_leaves_nothing(
@@ -203,7 +203,9 @@ def test_cuda_visible_devices_of_the_user_is_kept_to(tmp_path: Path, monkeypatch
 
 def test_a_killed_trainer_leaves_no_live_row_and_the_next_reserves_again(ledger: Ledger) -> None:
     """With --no-wait-gpu too: a restart waits for what the driver has not freed yet."""
-    process = start(*flags("a", "steps=300,sleep=0.01,save=5", "--vram", "5", "--no-wait-gpu"))
+    upto = Path("upto").absolute()
+    script = f"steps=300,sleep=0.01,save=5,{let_go_to(upto, 100)}"  # the looks come before its end
+    process = start(*flags("a", script, "--vram", "5", "--no-wait-gpu"))
     until(lambda: saved_step("a") >= 5)
     (before,) = ledger.look()[0].rows
     (trainer,) = registry.live_trainers()
@@ -215,6 +217,7 @@ def test_a_killed_trainer_leaves_no_live_row_and_the_next_reserves_again(ledger:
     (after,) = ledger.look()[0].rows
     assert after.budget_mb == 5120
     assert after.pid != before.pid
+    upto.unlink()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "the trainer died (killed by SIGKILL)" in err

@@ -161,7 +161,7 @@ def files(ledger: Ledger) -> list[str]:
     return sorted(name for name in os.listdir(ledger.directory) if name != "lock")
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Look until it is true; AssertionError when it does not become so."""
     deadline = time.monotonic() + timeout_s
     while not condition():
