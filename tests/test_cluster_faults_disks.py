@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_runner import let_go_to
 from local_cluster import LocalCluster
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,12 +78,16 @@ def test_the_disk_of_a_node_fills_up_under_its_job(cluster: LocalCluster) -> Non
     with small_disk(cluster, cluster.root / "nodes" / "b") as disk:
         cluster.start_coordinator()
         cluster.until(lambda: [row.state for row in cluster.nodes_now().values()] == ["ready", "ready"])
-        cluster.submit({name: "steps=45,sleep=0.1,save=5,files=1" for name in ("one", "two")})
-        cluster.until(lambda: all(job.step >= 6 for job in cluster.jobs().values()))
+        upto = cluster.root / "upto"
+        script = f"steps=45,sleep=0.1,save=5,files=1,{let_go_to(upto, 22)}"
+        cluster.submit({"one": script, "two": script})
+        # Between two saves: what is removed meanwhile would make room again.
+        cluster.until(lambda: [job.step for job in cluster.jobs().values()] == [22, 22])
         (victim,) = (name for name, job in cluster.jobs().items() if job.node == "b")
         disk.fill()
         cluster.until(lambda: cluster.nodes_now()["b"].state == "degraded")
         assert "make room" in cluster.nodes_now()["b"].reason
+        upto.unlink()
         cluster.until_ended("one", "two")
         cluster.assert_home({"one": 45, "two": 45})
         told = [line for line in cluster.log().splitlines() if f"of {victim} on b" in line]
@@ -99,9 +104,11 @@ def test_the_disk_of_a_node_fills_up_under_its_job(cluster: LocalCluster) -> Non
 def test_the_disk_at_home_is_full_when_results_come(cluster: LocalCluster) -> None:
     with small_disk(cluster, cluster.root / "out") as disk:
         cluster.start_coordinator()
-        cluster.submit({"job": "steps=30,sleep=0.1,save=5,files=1"})
+        upto = cluster.root / "upto"
+        cluster.submit({"job": f"steps=30,sleep=0.1,save=5,files=1,{let_go_to(upto, 20)}"})
         cluster.until(lambda: cluster.jobs()["job"].step >= 6)
         disk.fill()
+        upto.unlink()
         cluster.until(lambda: "free space there; nothing is lost" in cluster.log())
         assert re.search(
             re.escape(str(cluster.root / "out")) + r": \d+ KiB have to be free, but only 0 KiB are",

@@ -441,6 +441,26 @@ def test_a_full_disk_costs_lines_and_not_events(tmp_path: Path, monkeypatch: pyt
     assert [line["seq"] for line in lines] == [1, 3]
 
 
+def test_gaps_are_closed_without_another_event_once_the_disk_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that nothing happens on was degraded until the next job came."""
+    journal = NodeJournal(tmp_path / "j")
+    journal.append(event(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", full)
+        broken.setattr(os, "replace", full)
+        journal.append(event(2))
+        journal.mend()
+        assert "No space" in journal.problem
+        assert os.listdir(tmp_path) == ["j"]
+    journal.mend()
+    assert journal.problem == ""
+    journal.append(event(3))
+    lines = [json.loads(line) for line in (tmp_path / "j").read_bytes().splitlines() if line]
+    assert [line["seq"] for line in lines] == [1, 2, 3]
+
+
 def test_ends_are_found_again(tmp_path: Path) -> None:
     journal = NodeJournal(tmp_path / "j", keep=2)
     journal.append(NodeMessage(level="info", text="x", time=5.0))

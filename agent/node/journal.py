@@ -74,6 +74,16 @@ class NodeJournal:
             self.problem = f"{self._path}: {error.strerror}"
         return self._last_seq
 
+    def mend(self) -> None:
+        """Closes the file's gaps once its disk takes it, for one that hears of no further event."""
+        if not self.problem:
+            return
+        try:
+            self._rewrite()
+            self.problem = ""
+        except OSError as error:
+            self.problem = f"{self._path}: {error.strerror}"
+
     def after(self, seq: int) -> tuple[int, NodeEvent] | None:
         """The oldest kept event with a number above `seq`."""
         if not self._events or self._events[-1][0] <= seq:
@@ -127,9 +137,13 @@ class NodeJournal:
     def _rewrite(self) -> None:
         """Cut the file back to what is in memory: temp file, then rename."""
         temporary = self._path.with_name(self._path.name + ".new")
-        with open(temporary, "wb") as file:
-            file.writelines(self._line(seq, event) for seq, event in self._events)
-        os.replace(temporary, self._path)
+        try:
+            with open(temporary, "wb") as file:
+                file.writelines(self._line(seq, event) for seq, event in self._events)
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         os.close(self._fd)
         self._fd = _open_append(self._path)
         self._lines, self._torn = len(self._events), False

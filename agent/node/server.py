@@ -277,6 +277,7 @@ class NodeServer:
     # ------------------------------------------------------------------ requests
 
     async def _describe(self, connection: Connection, request: protocol.DescribeNode) -> msgspec.Struct:
+        self.journal.mend()
         problems = [f"the journal has gaps: {self.journal.problem}"] if self.journal.problem else []
         running = self.attempts.running
         # One look for all who ask meanwhile. Each keeps it for itself: the first who wakes up takes it away.
