@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_runner import weights_after
+from fake_runner import let_go_to, weights_after
 from local_cluster import SECONDS
 from ssh_cluster import HOSTILE, SshCluster, ssh_cluster
 from sshd import make_key
@@ -60,7 +60,8 @@ def cluster(shared: SshCluster) -> SshCluster:
 def test_a_black_holed_nodes_job_goes_on_elsewhere_and_its_stale_attempt_is_stopped_when_it_returns(
     impatient: SshCluster,
 ) -> None:
-    impatient.submit({"hole": "steps=220,sleep=0.1,save=5,files=1"})
+    upto = impatient.root / "upto-hole"
+    impatient.submit({"hole": f"steps=60,sleep=0.1,save=5,files=1,{let_go_to(upto, 30)}"})
     impatient.until(lambda: impatient.jobs()["hole"].step >= 10)
     lost = impatient.jobs()["hole"].node
     impatient.black_hole(lost)
@@ -76,8 +77,9 @@ def test_a_black_holed_nodes_job_goes_on_elsewhere_and_its_stale_attempt_is_stop
         impatient.heal(lost)
     impatient.until(lambda: impatient.attempts(lost) == {})  # stopped, then forgotten
     assert impatient.jobs()["hole"].state == "running"  # it is attempt 2 that goes on
+    upto.unlink()
     impatient.until_ended("hole")
-    impatient.assert_home({"hole": 220})
+    impatient.assert_home({"hole": 60})
     assert impatient.jobs()["hole"].attempt == 2
     assert f"{lost} is back" in impatient.log()
 
@@ -86,7 +88,8 @@ def test_a_black_holed_nodes_job_goes_on_elsewhere_and_its_stale_attempt_is_stop
 def test_a_changed_host_key_is_refused_and_what_ended_behind_it_is_not_published_a_second_time(
     impatient: SshCluster, tmp_path: Path
 ) -> None:
-    impatient.submit({"key": "steps=60,sleep=0.1,save=5,files=1"})
+    upto = impatient.root / "upto-key"
+    impatient.submit({"key": f"steps=60,sleep=0.1,save=5,files=1,{let_go_to(upto, 30)}"})
     impatient.until(lambda: impatient.jobs()["key"].step >= 5)
     node = impatient.jobs()["key"].node
     server = impatient.servers[node]
@@ -94,9 +97,16 @@ def test_a_changed_host_key_is_refused_and_what_ended_behind_it_is_not_published
     server.config = [line.replace(str(server.host_key), str(make_key(tmp_path / "other"))) for line in config]
     server.stop()
     server.start()
+    told: list[str] = []
+
+    def is_refused() -> bool:
+        told.append(impatient.nodes_now()[node].reason)
+        return "Refused" in told[-1]
+
     try:
-        impatient.until(lambda: "Refused" in impatient.nodes_now()[node].reason)
-        reason = impatient.nodes_now()[node].reason
+        impatient.until(is_refused)
+        upto.unlink()
+        reason = told[-1]
         assert "known_hosts:" in reason  # file and line
         assert "ssh-keygen -f" in reason  # and what to do if it is right
         impatient.until_ended("key")
@@ -133,7 +143,8 @@ def test_a_partition_that_is_short_costs_nothing(cluster: SshCluster) -> None:
 @pytest.mark.timeout(300)
 def test_agent_trainer_and_coordinator_are_killed_at_once(cluster: SshCluster) -> None:
     names = ("one", "two", "three")
-    cluster.submit({name: "steps=60,sleep=0.1,save=5,files=1" for name in names})
+    upto = cluster.root / "upto-names"
+    cluster.submit(dict.fromkeys(names, f"steps=60,sleep=0.1,save=5,files=1,{let_go_to(upto, 30)}"))
     cluster.until(lambda: all(cluster.jobs()[name].step >= 6 for name in names))
     of = {cluster.jobs()[name].node: name for name in names}
     assert sorted(of) == [*NODES]
@@ -146,6 +157,7 @@ def test_agent_trainer_and_coordinator_are_killed_at_once(cluster: SshCluster) -
     assert coordinator
     for pid in (coordinator, agents["a"], *(trainer.pid for trainer in trainers)):
         os.kill(pid, signal.SIGKILL)
+    upto.unlink()
     cluster.start_coordinator()
     cluster.until_ended(*names)
     cluster.assert_home(dict.fromkeys(names, 60))
@@ -187,10 +199,11 @@ def largest_part(directory: Path) -> tuple[Path | None, int]:
 
 
 def cut(cluster: SshCluster, node: str, directory: Path, job: str) -> None:
-    """Kills the connections of `node` in the middle of a file of 96 MiB, waits for the job's end, and looks
-    that the file was gone on with where it was."""
+    """Kills the connections of `node` in the middle of a file of 96 MiB, where `cluster.holding` keeps it,
+    waits for the job's end, and looks that the file was gone on with where it was."""
     cluster.servers[node].signal_sessions(signal.SIGKILL)
     part, had = largest_part(directory)
+    cluster.holding.unlink()
     assert part is not None
     assert 4 << 20 < had < 96 << 20  # in the middle
     least = []
@@ -208,6 +221,7 @@ def cut(cluster: SshCluster, node: str, directory: Path, job: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_ssh_is_cut_while_a_file_is_sent_and_it_goes_on_at_the_offset(cluster: SshCluster) -> None:
+    cluster.holding.touch()
     cluster.submit({"big": "steps=6,files=1" + " " * (96 << 20)})
     sending: list[str] = []
 
@@ -224,6 +238,7 @@ def test_ssh_is_cut_while_a_file_is_sent_and_it_goes_on_at_the_offset(cluster: S
 
 @pytest.mark.timeout(300)
 def test_ssh_is_cut_while_a_result_comes_home_and_it_goes_on_at_the_offset(cluster: SshCluster) -> None:
+    cluster.holding.touch()
     cluster.submit({"heavy": "steps=6,files=1,pad=96"})
     cluster.until(lambda: largest_part(cluster.home / "blobs")[1] > 4 << 20)
     cut(cluster, cluster.jobs()["heavy"].node, cluster.home / "blobs", "heavy")

@@ -23,6 +23,7 @@ from gshare.agent.errors import GshareError
 from gshare.agent.node.protocol import ListAttempts
 from gshare.coordinator.api_client import CoordinatorClient
 from node_agents import NodeClient
+from quick_coordinator import HOLDING
 
 SUPPORT = Path(__file__).parent
 SECONDS = 90.0
@@ -59,6 +60,7 @@ class LocalCluster:
         self.file = root / "cluster.toml"
         self.spec = str(root / "adapters.toml")
         self.model = root / "model"
+        self.holding = self.home / HOLDING  # while it is there, a coordinator of `start_coordinator` holds
         self.started: list[subprocess.Popen[str]] = []
         straws = {"GSHARE_TEST_RUNNER": "fake_runner:FakeRunner", "GSHARE_TEST_PREPARE": "fake_prepare"}
         blocks = []
