@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_runner import weights_after
+from fake_runner import let_go_to, weights_after
 from gshare.coordinator.api_client import connect_coordinator
 from local_cluster import LocalCluster
 
@@ -34,7 +34,8 @@ def cluster(tmp_path: Path, own_directories: None) -> Iterator[LocalCluster]:
 
 def test_an_agent_and_the_coordinator_are_killed_and_everything_comes_home(cluster: LocalCluster) -> None:
     names = [f"job{number}" for number in range(4)]
-    cluster.write_jobs({name: "steps=30,sleep=0.1,save=5,files=1" for name in names})
+    upto = cluster.root / "upto"
+    cluster.write_jobs(dict.fromkeys(names, f"steps=30,sleep=0.1,save=5,files=1,{let_go_to(upto, 20)}"))
     done = cluster.gshare("submit", "--adapters-config", cluster.spec)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == names
@@ -45,6 +46,7 @@ def test_an_agent_and_the_coordinator_are_killed_and_everything_comes_home(clust
     assert coordinator
     os.kill(agent, signal.SIGKILL)
     os.kill(coordinator, signal.SIGKILL)
+    upto.unlink()
     again = cluster.start("coordinator")
     cluster.until_ended(*names)
     jobs = cluster.jobs()
@@ -73,11 +75,18 @@ def test_the_commands_of_a_cluster(cluster: LocalCluster) -> None:
     watch = cluster.start("submit", "--adapters-config", cluster.spec, "--watch", "--json")
     cluster.until(lambda: "brief" in (jobs := cluster.jobs()) and jobs["brief"].state == "completed")
     cluster.until(lambda: cluster.jobs()["long"].step > 5)
+    assert watch.stdout is not None
+    assert watch.stderr is not None
+    events = []
+    for line in watch.stdout:
+        events.append(json.loads(line))
+        if (events[-1].get("job"), events[-1].get("state")) == ("brief", "completed"):
+            break  # what has happened is told a little later
     watch.send_signal(signal.SIGINT)
-    out, err = watch.communicate(timeout=30)
-    assert watch.returncode == 130, err
+    events += [json.loads(line) for line in watch.stdout]
+    err = watch.stderr.read()
+    assert watch.wait(30) == 130, err
     assert "left 1 job running" in err
-    events = [json.loads(line) for line in out.splitlines()]
     states = [e["state"] for e in events if e["type"] == "job" and e["job"] == "brief"]
     assert (states[-1], states.count("completed")) == ("completed", 1)
     assert cluster.jobs()["long"].state == "running"
