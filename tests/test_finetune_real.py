@@ -20,6 +20,10 @@ from gshare.agent.service.client import TrainerClient
 from gshare.agent.train.runner import Runner
 from gshare.cli.main import main
 
+SUPPORT = Path(__file__).parent / "support"
+sys.path.insert(0, str(SUPPORT))
+from fake_runner import let_go_to  # noqa: E402
+
 OPTIONS = {"r": 4, "max_steps": 40, "save_steps": 5, "max_length": 32, "eval_steps": 10}
 
 
@@ -52,6 +56,11 @@ def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
     for variable in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
         (tmp_path / variable).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / variable))
+    upto = tmp_path / "upto"
+    let_go_to(upto, 12)  # the rest takes less than a second
+    monkeypatch.setenv("GSHARE_TEST_RUNNER", "held_runner:HeldRunner")
+    monkeypatch.setenv("GSHARE_TEST_UPTO", str(upto))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     for name in ("a", "b"):
         rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -69,14 +78,15 @@ def test_a_killed_trainer_and_a_neighbour_leave_no_trace_in_the_bits(
         time.sleep(0.01)
     (trainer,) = registry.live_trainers()
     os.kill(TrainerClient(trainer, "test").hello.pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
+    upto.unlink()
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "the trainer died (killed by SIGKILL)" in err
     assert out.count("40/40  completed") == 2
     fused = {name: Path(f"out/{name}/adapter_model.safetensors").read_bytes() for name in ("a", "b")}
     assert fused["a"] == train_alone(tiny_checkpoint, "a")
     assert fused["a"] != fused["b"]
-    again = subprocess.run([*arguments, "--resume"], check=False, capture_output=True, text=True, timeout=120)
+    again = subprocess.run([*arguments, "--resume"], check=False, capture_output=True, text=True, timeout=300)
     assert (again.returncode, again.stdout) == (0, out), (
         again.stderr
     )  # finished: the losses are those on disk
@@ -91,7 +101,7 @@ def test_a_poisonous_job_fails_and_its_co_tenants_keep_their_bits(
         (tmp_path / variable).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / variable))
     monkeypatch.setenv("GSHARE_TEST_RUNNER", "poison:PoisonedRunner")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     for name in ("a", "b", "poison"):
         rows = [{"prompt": f"{name} {i}", "completion": f" answer {i * 7}"} for i in range(20)]
         Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
