@@ -487,6 +487,9 @@ def test_pending_snapshots_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
         producer = threading.Thread(target=produce)
         producer.start()
+        until = time.monotonic() + 30
+        while len(submitted) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
         producer.join(0.5)
         assert producer.is_alive()
         assert submitted == [1, 2, 3]

@@ -143,6 +143,8 @@ def test_a_node_that_talks_garbage_is_told_and_left_alone(tmp_path: Path, garbag
         async with it.running():
             await it.submit("job0")
             await it.until(lambda: is_ended(it, "job0"))
+            # 17 MiB of it may take longer than a job elsewhere.
+            await it.until(lambda: "not the protocol" in it.coordinator.cluster.nodes["a"].reason)
             rows = {row.node: row for row in (await it.ask(NodeRows, ListNodes)).nodes}
             assert "not the protocol" in rows["a"].reason
             assert rows["b"].state == "ready"
