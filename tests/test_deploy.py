@@ -180,7 +180,7 @@ def test_an_older_agent_is_replaced_when_idle(
     old = straw(node, "0.0.1", stamp="0.0.1-abc-def~123456")
     deployed = run(node)
     assert deployed.done == ("stopped the idle older agent", "started the agent")
-    assert old.wait(10) == 0
+    assert old.wait(60) == 0
     found = hello(node, deployed)
     assert found is not None
     assert found.gshare != "0.0.1"

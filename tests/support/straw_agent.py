@@ -52,8 +52,8 @@ async def main(state: Path, version: str, protocol: int, attempts: int) -> None:
         server = await asyncio.start_unix_server(serve, address)
     print("listening", flush=True)
     await stop.wait()
+    (state / "socket").unlink()  # before nobody listens: the next agent's socket may be there at once
     server.close()
-    (state / "socket").unlink()
 
 
 if __name__ == "__main__":
