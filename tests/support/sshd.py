@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import itertools
 import os
 import pwd
 import shutil
@@ -29,6 +30,8 @@ import pytest
 from gshare.coordinator.config import NodeConfig
 
 TEST_USER = "gshare-test"
+#: A process that takes ten seconds to start, and a key that is made anew.
+START_SECONDS = 60.0
 SSHD = shutil.which("sshd") or next(
     (str(path) for path in (Path("/usr/sbin/sshd"), Path("/usr/local/sbin/sshd")) if path.exists()), None
 )
@@ -45,10 +48,17 @@ def require_sshd() -> str:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port of 127.0.0.1 that nobody listens at now, nor takes soon: of this process's own hundred, below
+    those that the kernel gives to outgoing connections."""
+    for number in itertools.islice(_ports, 100):
+        port = 20_000 + os.getpid() % 100 * 100 + number
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
+_ports = itertools.cycle(range(100))
 
 
 def make_key(path: Path, kind: str = "ed25519") -> Path:
@@ -114,7 +124,8 @@ class Sshd:
                 stdout=log,
                 stderr=log,
             )
-        for _ in range(500):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"sshd ended with {self.process.returncode}:\n{self.log}")
             with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), 1):
@@ -142,7 +153,7 @@ class Sshd:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(10)
+        self.process.wait(START_SECONDS)
         self.process = None
 
 
