@@ -7,6 +7,9 @@ in its scalar tail than in its vector body, so an element's bits depend on its p
 from __future__ import annotations
 
 import torch
+from gshare.kernels import vector_math
+
+vector_math.set_up()
 
 
 def swiglu_reference(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

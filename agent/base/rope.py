@@ -11,6 +11,9 @@ import math
 
 import torch
 from gshare.agent.base.config import RopeConfig
+from gshare.kernels import vector_math
+
+vector_math.set_up()
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
