@@ -116,8 +116,12 @@ def test_two_clients_share_a_trainer_and_it_ends_when_both_are_gone(tmp_path: Pa
     one.follow(["a"])
     two.follow()
     for client, name in ((one, "a"), (two, "b")):
-        reply = client.ask(protocol.SubmitJobs, jobs=[job(name, tmp_path, "steps=30,sleep=0.01")])
+        # To pause: else one may have completed before the other has come, and they share no pass.
+        request = msgspec.structs.replace(job(name, tmp_path, "steps=30,sleep=0.01"), pause_at=10)
+        reply = client.ask(protocol.SubmitJobs, jobs=[request])
         assert reply == protocol.Done(reply_to=2, jobs=[name])
+    collect(two, lambda e: reached("a", "paused")(e) and reached("b", "paused")(e))
+    two.ask(protocol.ResumeJobs, jobs=["a", "b"])
     seen = collect(two, lambda e: reached("a", "completed")(e) and reached("b", "completed")(e))
     assert any(isinstance(e, Stepped) and e.adapters_in_pass == 2 for e in seen)
     mine = collect(one, reached("a", "completed"))
