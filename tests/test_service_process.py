@@ -356,7 +356,8 @@ def test_a_name_that_runs_already_is_refused_and_the_runner_left_alone(
     tmp_path: Path, trainer: Spawned
 ) -> None:
     client = TrainerClient(trainer.directory, "c")
-    requests = [job("a", tmp_path, "steps=500,sleep=0.01"), job("a", tmp_path / "2"), job("../b", tmp_path)]
+    long = job("a", tmp_path, "steps=100000,sleep=0.01")
+    requests = [long, job("a", tmp_path / "2"), job("../b", tmp_path)]
     reply = client.ask(protocol.SubmitJobs, jobs=requests)
     assert isinstance(reply, protocol.Done)
     assert "path separator" in reply.failed.pop("../b")
