@@ -392,6 +392,33 @@ def test_sigterm_while_the_base_is_loaded_ends_at_once(monkeypatch: pytest.Monke
     spawned.release()
 
 
+#: A trainer that is told to end once it answers clients, before it has said what it does then.
+EARLY = """
+import os, signal, sys
+from gshare.agent.service import trainer
+
+run = trainer.Trainer.run
+
+def late(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return run(self)
+
+trainer.Trainer.run = late
+sys.exit(trainer.main(["--dir", sys.argv[1]]))
+"""
+
+
+def test_sigterm_as_soon_as_it_listens_is_no_crash() -> None:
+    directory, lock, supervisor = registry.create_trainer_dir(CONFIG)
+    os.close(lock)
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, str(directory)], capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert registry.read_exit(directory) == registry.ExitRecord(code=143, reason="SIGTERM")
+    os.close(supervisor)
+
+
 # ---------------------------------------------------------------------- the supervising client
 
 

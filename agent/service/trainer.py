@@ -129,6 +129,7 @@ class Trainer:
             # Inside: what they raise may come at once.
             signal.signal(signal.SIGTERM, self._on_sigterm)
             signal.signal(signal.SIGUSR1, self._on_nobody_left)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             self._load(self._reserve())
             code, reason = self._work()
         except GshareError as error:
@@ -379,6 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.dir}: another trainer runs there", file=sys.stderr)
         return EXIT_FAILURE
     config = read_json(options.dir / "trainer.json", TrainerConfig)
+    # Until `run` handles it: a client that was answered already would take its end for a crash.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     bound = None
     if options.socket_fd is not None:
         bound = socket.socket(fileno=options.socket_fd)
