@@ -23,6 +23,9 @@ def test_the_second_node_of_an_agent_is_refused_and_the_jobs_end_well(tmp_path: 
             await it.submit(*names)
             await it.until(lambda: all(it.job(name).state == "completed" for name in names))
             assert {it.job(name).attempt for name in names} == {1}
+            # The jobs may be done before the second node has connected.
+            nodes = it.coordinator.cluster.nodes
+            await it.until(lambda: any("same agent" in node.reason for node in nodes.values()))
             rows = {row.node: row for row in (await it.ask(NodeRows, ListNodes)).nodes}
             states = sorted(row.state for row in rows.values())
             assert states == ["new", "ready"]
