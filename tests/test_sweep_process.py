@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,33 @@ warmup = 0.25
 keep = 0.5
 gap_threshold = 10.0
 """
+#: `gshare` that dies when so many jobs have paused and the next one is at its third step. It is not killed
+#: from here: until a busy machine came to that, the sweep had ranked all and the first had completed.
+DYING = """
+import os, signal, sys
+from gshare.agent.jobs.events import Stepped
+from gshare.agent.jobs.sweep_records import DecisionLog
+from gshare.agent.service.client import TrainerClient
+from gshare.agent.service.protocol import EventFrame
+from gshare.cli.main import main
+
+left = int(sys.argv[1])
+append, take = DecisionLog.append, TrainerClient._take
+
+def counted(self, decision):
+    global left
+    append(self, decision)
+    left -= decision.event == "paused"
+
+def taken(self, message):
+    take(self, message)
+    event = message.event if isinstance(message, EventFrame) else None
+    if left <= 0 and isinstance(event, Stepped) and event.step >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DecisionLog.append, TrainerClient._take = counted, taken
+sys.exit(main(sys.argv[2:]))
+"""
 WORDS = ("red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon", "tree", "fish")
 
 
@@ -60,9 +87,9 @@ def _write(directory: Path, model: Path, at_once: int) -> Path:
     return path
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(*arguments: str, program: Sequence[str] = ("-m", "gshare.cli.main")) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "gshare.cli.main", *arguments],
+        [sys.executable, *program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -188,11 +215,12 @@ def test_the_client_killed_in_the_warm_up_and_resumed(
 ) -> None:
     path = _write(tmp_path / "killed", tiny_checkpoint, at_once=1)
     for paused in (1, 3):
-        process = _start("sweep", str(path), *(["--resume"] if paused > 1 else []))
-        _wait(lambda: _paused(path.parent / "out") >= paused, process)  # noqa: B023
-        process.kill()
-        process.communicate()
+        more = paused - _paused(path.parent / "out")
+        resume = ["--resume"] if paused > 1 else []
+        process = _start("sweep", str(path), *resume, program=("-c", DYING, str(more)))
+        _finish(process, -signal.SIGKILL)
         _gone()
+        assert _paused(path.parent / "out") == paused
     assert not any(one.event == "completed" for one in read_decisions(path.parent / "out"))
     _, err = _run("sweep", str(path), code=2)
     assert "already holds a sweep (s); go on with --resume" in err
