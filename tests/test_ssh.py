@@ -246,7 +246,7 @@ def test_something_that_is_no_ssh_server(home: Path) -> None:
         async with server:
             with pytest.raises(NodeFault) as caught:
                 await connect(
-                    NodeConfig(name="mail", host="127.0.0.1", port=port), HostKeys(home / "k"), timeout=5
+                    NodeConfig(name="mail", host="127.0.0.1", port=port), HostKeys(home / "k"), timeout=60
                 )
         return caught.value
 
