@@ -25,7 +25,7 @@ from gshare.agent.service.wire import FrameReader, convert, encode
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from node_agents import AgentProcess, running_agent  # noqa: E402
+from node_agents import SECONDS, AgentProcess, running_agent  # noqa: E402
 
 
 @dataclass
@@ -61,7 +61,7 @@ def bound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bound]:
     with running_agent(
         folder / "node", "--bind", "127.0.0.1:0", "--authorized-keys", str(authorized)
     ) as agent:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + SECONDS
         pattern = r"SSH server on port (\d+); host key (SHA256:\S+)"
         while (said := re.search(pattern, agent.log.read_text())) is None:
             assert time.monotonic() < deadline, agent.log.read_text()

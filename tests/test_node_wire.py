@@ -23,7 +23,7 @@ from gshare.agent.service.wire import FrameReader, convert, encode
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
-from node_agents import AgentProcess, NodeClient, running_agent  # noqa: E402
+from node_agents import SECONDS, AgentProcess, NodeClient, running_agent  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def hello(**fields: object) -> bytes:
     return encode(NodeClientHello(**{**values, "role": "coordinator", **fields}))  # type: ignore[arg-type]
 
 
-def answers(sock: socket.socket, seconds: float = 20.0) -> list[object]:
+def answers(sock: socket.socket, seconds: float = SECONDS) -> list[object]:
     """Everything until the agent hangs up."""
     reader, messages = FrameReader(), []
     deadline = time.monotonic() + seconds
@@ -259,7 +259,7 @@ def test_too_many_clients_are_told_to_come_back(agent: AgentProcess) -> None:
     finally:
         for one in clients:
             one.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while isinstance(agent.connect(role="observer", session="").hello, NodeRefused):
         assert time.monotonic() < deadline
         time.sleep(0.05)
