@@ -61,6 +61,18 @@ def free_port() -> int:
 _ports = itertools.cycle(range(100))
 
 
+def hold_port() -> socket.socket:
+    """Bound to a port of 127.0.0.1 that the kernel then gives to nobody else, and that sshd may listen at.
+
+    It never listens itself, and both sides have SO_REUSEADDR. A port that was only free a moment ago may be
+    another test's by now.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def make_key(path: Path, kind: str = "ed25519") -> Path:
     """A key pair at `path` and `path`.pub, without passphrase."""
     path.unlink(missing_ok=True)
@@ -165,7 +177,6 @@ def start_sshd(
     home: Path | None = None,
     forwarding: bool = True,
     sftp: bool = True,
-    port: int | None = None,
     host_key: Path | None = None,
     client_key: Path | None = None,
     more: tuple[str, ...] = (),
@@ -187,7 +198,8 @@ def start_sshd(
     public.chmod(0o755)
     (public / "authorized_keys").write_text(authorized)
     (public / "authorized_keys").chmod(0o644)
-    port = port or free_port()
+    held = hold_port()  # while it is stopped and started again, too
+    port = held.getsockname()[1]
     environment = f"SetEnv HOME={home}" if home is not None else ""
     config = [
         f"ListenAddress 127.0.0.1:{port}",
@@ -215,6 +227,7 @@ def start_sshd(
         yield sshd
     finally:
         sshd.stop()
+        held.close()
         shutil.rmtree(public, ignore_errors=True)
 
 
