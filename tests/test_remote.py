@@ -187,7 +187,8 @@ def test_a_cut_in_the_middle_is_a_lost_connection(tmp_path: Path, how: str) -> N
             assert caught.value.kind == "lost"
             await channel.close()
 
-        on(sshd, tmp_path, cut, keepalive=(0.5, 3))
+        # 6 s: a server that had no time for 1.5 s was given up before it was cut off.
+        on(sshd, tmp_path, cut, keepalive=(2, 3))
 
 
 def test_a_writer_waits_for_a_reader_that_does_not_read(sshd: Sshd, tmp_path: Path) -> None:
