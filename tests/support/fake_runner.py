@@ -3,6 +3,7 @@
 A job's `data` is its script, or a file that holds it: "steps=20,sleep=0.01,kill_at=5,…":
     steps=N        optimizer steps (10)          sleep=S      seconds a round (0)
     save=N         checkpoint every N steps (3)  kill_at=K    SIGKILL itself in the round of step K
+    kill_once=K    the same, unless it has done so before: the job's directory remembers
     raise_at=K     unforeseen exception there    refuse=1     refused at admission
     fail_at=K      ends as `failed` by itself    nan_at=K     val loss is NaN from there on
     full_at=K      ends as `failed` there: the disk is full
@@ -241,7 +242,7 @@ class FakeRunner:
         if not told("hurry"):
             time.sleep(max([job.script.get("sleep", 0.0) for job in jobs] + [0.01] * len(held)))
         for job in jobs:
-            if job.script.get("kill_at") == job.step:
+            if job.script.get("kill_at") == job.step or self._is_to_die_once(job):
                 os.kill(os.getpid(), signal.SIGKILL)
             if job.script.get("raise_at") == job.step:
                 raise RuntimeError(f"the engine met something unforeseen in {job.name}")
@@ -254,6 +255,13 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
+
+    def _is_to_die_once(self, job: FakeJob) -> bool:
+        done = job.out / "killed_once"
+        if job.script.get("kill_once") != job.step or done.exists():
+            return False
+        done.touch()
+        return True
 
     def _step(self, job: FakeJob, sharing: int) -> None:
         if job.script.get("fail_at") == job.step:
