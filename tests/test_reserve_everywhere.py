@@ -73,7 +73,7 @@ finetune.prepare = prepare
 sys.exit(main.main(sys.argv[1:]))
 """
 PROGRAM = (sys.executable, "-c", GSHARE)
-LONG = "steps=4000,sleep=0.01,save=5"
+LONG = "steps=100000,sleep=0.01,save=5"  # ended by its test
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +242,7 @@ def test_a_forged_name_is_told_and_the_run_reserves_as_usual(ledger: Ledger) -> 
 
 def test_another_program_s_reservation_is_not_used(ledger: Ledger) -> None:
     """Of the same user, alive, of `gpu run`: but no ancestor of ours."""
-    other = start("gpu", "run", "--vram", "5", "--", "sleep", "60")
+    other = start("gpu", "run", "--vram", "5", "--", "sleep", "600")
     until(lambda: rows(ledger) != {})
     (row,) = standing(ledger)
     code, _, err = gshare(*finetune("a", "steps=9", "--vram", "2"), GSHARE_RESERVATION=row.id)
