@@ -15,7 +15,10 @@ from __future__ import annotations
 import math
 
 import torch
+from gshare.kernels import vector_math
 from torch import Tensor
+
+vector_math.set_up()
 
 #: Elements handled at once. Bounds the temporaries (two of 1 MiB) and keeps the five operands in L2/L3;
 #: the bits are the same for any value.

@@ -10,7 +10,10 @@ between vector and scalar code.
 from __future__ import annotations
 
 import torch
+from gshare.kernels import vector_math
 from gshare.kernels.row_sum import row_sum_reference
+
+vector_math.set_up()
 
 
 def rms_norm_reference(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
