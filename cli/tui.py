@@ -84,6 +84,7 @@ def tui(
         settings, note = load(path)
         if theme is not None:
             settings.theme = theme
+        from gshare.tui import lost_terminal
         from gshare.tui.app import make_app
         from gshare.tui.recording import Recorder
 
@@ -100,6 +101,13 @@ def tui(
             notes=notes,
             on_painted=_collect_again,
         )
+
+        def last() -> None:
+            if recorder is not None:
+                recorder.close()
+            app.remember()
+
+        lost_terminal.end_with_it(last)
         code = app.run()
         note = app.remember()
     if app.failure is not None:

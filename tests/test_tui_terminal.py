@@ -148,11 +148,27 @@ def test_a_recording_is_made_played_sought_and_told_when_it_is_cut_or_damaged(te
     assert "wrong checksum EXIT 2" in " ".join(text.split())  # wrapped where the path is long
 
 
-def test_it_ends_with_a_terminal_that_sends_no_signal(tmp_path: Path) -> None:
+#: At its end textual's queue is full and its writing thread dead, as happens by chance when a terminal goes.
+STUCK = """
+import sys
+from textual.drivers._writer_thread import WriterThread
+
+def stop(self):
+    while True:
+        self._queue.put("x")
+
+WriterThread.stop = stop
+from gshare.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("program", [("-m", "gshare.cli.main"), ("-c", STUCK)], ids=["by itself", "stuck"])
+def test_it_ends_with_a_terminal_that_sends_no_signal(tmp_path: Path, program: tuple[str, str]) -> None:
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "gshare.cli.main", "tui", "--run", str(tmp_path)],
+        [sys.executable, *program, "tui", "--run", str(tmp_path)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

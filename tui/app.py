@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from gshare.agent.errors import EXIT_OK, GshareError
+from gshare.tui import lost_terminal
 from gshare.tui import settings as settings_file
 from gshare.tui.actions import carry_out, question, refusal
 from gshare.tui.board import Board
@@ -143,10 +143,8 @@ class Dashboard(App[int]):
     def _leave_lost_terminal(self) -> None:
         """Ends where the terminal is gone and no SIGHUP said so (it was not the controlling one): textual's
         reader would take up a whole core on its end of file."""
-        poll = select.poll()
-        poll.register(0, 0)
-        if poll.poll(0):  # asked for nothing, it tells of POLLHUP, POLLERR and POLLNVAL
-            self.exit(return_code=128 + signal.SIGHUP)
+        if lost_terminal.is_gone():
+            self.exit(return_code=lost_terminal.CODE)
 
     async def _follow(self) -> None:
         try:
