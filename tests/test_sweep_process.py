@@ -323,5 +323,9 @@ def test_a_plan_trains_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert rows == [", ".join(stage["names"]) for stage in plan["stages"]]
     out, _ = _run("sweep", "plan", str(path), "--vram", "2GiB")
     assert "time: not known; --tokens-per-second says how fast it trains" in out
+    assert "a short warm-up" not in out
+    path.write_text(path.read_text().replace("warmup = 0.25", "warmup = 0.05"))
+    out, _ = _run("sweep", "plan", str(path))
+    assert "a short warm-up: s-lr0.0001-r2 is ranked after 2 steps of 40; warmup = 0.13 gives it 6\n" in out
     _, err = _run("sweep", "plan", str(path), "--tokens-per-second", "0", code=2)
     assert "--tokens-per-second: must be a finite number above 0" in err
