@@ -31,8 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+from gshare.agent.service.environment import trainer_environment
 
+os.environ.update(trainer_environment())
+
+import msgspec
 import numpy as np
 import torch
 
@@ -274,9 +277,8 @@ def main() -> int:
     on_cuda = given.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
         parser.error("--device cuda: needs CUDA")
-    base = make_base(
-        given.base, given.base_dtype or ("bf16" if on_cuda else "fp32"), torch.device(given.device)
-    )
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")  # a cap asks for the index
+    base = make_base(given.base, given.base_dtype or ("bf16" if on_cuda else "fp32"), device)
     longest = min(1024 if on_cuda else 64, base.config.max_position_embeddings)
     bench = Bench(
         base,
@@ -286,6 +288,8 @@ def main() -> int:
     )
     profile = bench.profile()
     crowd = Crowd(base, seed=given.seed, max_tokens=bench.max_tokens, lengths=bench.lengths)
+    missed = unseen(bench, profile, crowd, given.unseen)
+    print(f"  unseen: worst error {missed['worst_error']:.2%}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {
         "base": given.base,
         "base_dtype": base.base_dtype,
@@ -302,8 +306,12 @@ def main() -> int:
             "r2": profile.memory.r2,
             "worst_error_left_out": profile.memory.worst_error,
             "margin": profile.memory.margin,
+            "measured": [
+                {**msgspec.structs.asdict(one.load), "batch": one.batch, "peak": one.peak_bytes}
+                for one in profile.points
+            ],
         },
-        "unseen": unseen(bench, profile, crowd, given.unseen),
+        "unseen": missed,
         "admissions": admissions(bench, profile, crowd, given.admissions, given.trust),
     }
     text = json.dumps(result, indent=1)

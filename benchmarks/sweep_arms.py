@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,6 +250,8 @@ class Search:
                 join=False,
             ).run()
         arm.seconds = time.perf_counter() - begun
+        where = made.source.directory.parent
+        print(f"  {where.parent.name} {where.name}: {arm.seconds:.1f} s", file=sys.stderr, flush=True)
         failed = [name for name, state in arm.states.items() if state == "failed"]
         if failed or not sweep.done:
             raise SystemExit(f"{made.source.directory}: {', '.join(failed) or 'stopped'} (exit code {code})")

@@ -65,7 +65,8 @@ def assert_same(found: tuple[list[float], torch.Tensor], expected: tuple[list[fl
 def test_13_a_graph_captured_with_one_adapter_serves_four(base: Base, monkeypatch) -> None:
     from gshare.agent.train import device_pass
 
-    monkeypatch.setattr(device_pass, "rung", lambda rows, coarse=False: 512)
+    for rungs in ("rung", "label_rung"):
+        monkeypatch.setattr(device_pass, rungs, lambda rows, coarse=False: 512)
     monkeypatch.setattr(device_pass, "_power", lambda count: 8)
     engine = new_engine(base)
     names = {"a": (9, 30), "bb": (70,), "ccc": (17, 5), "dddd": (64,)}

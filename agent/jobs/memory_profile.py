@@ -30,6 +30,7 @@ from gshare.agent.jobs.memory_model import (
     fit_terms,
 )
 from gshare.agent.jobs.pass_load import PassLoad
+from gshare.agent.service.environment import trainer_environment
 from gshare.kernels.numerics import NUMERICS
 
 #: Changes with the meaning of a field: an older file is another key's, and is never read.
@@ -119,7 +120,8 @@ class DamagedProfile(ValueError):
 
 
 def profile_key(base: str, *, base_dtype: str, card: str, checkpointing: bool) -> ProfileKey:
-    """The key here and now. The versions are read without loading torch."""
+    """The key here and now, as of a trainer started here. The versions are read without loading torch."""
+    environment = {**os.environ, **trainer_environment()}
     return ProfileKey(
         base=base,
         base_dtype=base_dtype,
@@ -127,7 +129,7 @@ def profile_key(base: str, *, base_dtype: str, card: str, checkpointing: bool) -
         checkpointing=checkpointing,
         torch=_version("torch"),
         triton=_version("triton"),
-        allocator=" ".join(f"{name}={os.environ[name]}" for name in _ALLOCATOR if os.environ.get(name)),
+        allocator=" ".join(f"{name}={environment[name]}" for name in _ALLOCATOR if environment.get(name)),
     )
 
 

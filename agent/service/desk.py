@@ -7,6 +7,7 @@ checkpoints: what it had asked for and had not got is dropped, its part of the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -49,13 +50,15 @@ class Runner(Protocol):
     def stop(self, job: str, reason: str) -> None: ...
     def pause(self, job: str) -> None: ...
     def resume(self, job: str, pause_at: int | None = None) -> None: ...
+    def about_to_resume(self, jobs: Sequence[str]) -> AbstractContextManager[None]: ...
     def take_weights(self, job: str, directory: Path) -> WarmStart: ...
     def run_round(self) -> bool: ...
     def close(self) -> None: ...
 
 
 class Desk:
-    """The trainer's main thread calls `apply` for every command, once there is an engine (`runner`)."""
+    """The trainer's main thread gives `apply_all` the commands that are there, once there is an engine
+    (`runner`)."""
 
     def __init__(
         self,
@@ -87,6 +90,13 @@ class Desk:
         self.base: str | None = None
         self.runner: Runner | None = None
         self.shutdown = False
+
+    def apply_all(self, commands: Sequence[Command]) -> None:
+        """In their order. A sweep resumes its survivors one by one: their checkpoints are read together."""
+        resumed = [job for one in commands if isinstance(one.request, ResumeJobs) for job in one.request.jobs]
+        with self._engine.about_to_resume(resumed):
+            for command in commands:
+                self.apply(command)
 
     def apply(self, command: Command) -> None:
         connection, request = command.connection, command.request

@@ -222,8 +222,7 @@ class Trainer:
         assert runner is not None
         idle_since = started = time.monotonic()
         busy = False
-        for command in self._waiting.kept():
-            desk.apply(command)
+        desk.apply_all(list(self._waiting.kept()))
         while True:
             self._flush_trace()
             self._apply_commands(wait=not busy)
@@ -357,13 +356,18 @@ class Trainer:
 
     def _apply_commands(self, *, wait: bool) -> None:
         """All commands that are there; with `wait`, up to `_IDLE_POLL` for the first."""
-        while True:
-            try:
-                command = self._commands.get(timeout=_IDLE_POLL) if wait else self._commands.get_nowait()
-            except queue.Empty:
-                return
+        while commands := self._next_commands(wait=wait):
+            self._desk.apply_all(commands)
             wait = False
-            self._desk.apply(command)
+
+    def _next_commands(self, *, wait: bool) -> list[Command]:
+        commands: list[Command] = []
+        with contextlib.suppress(queue.Empty):
+            if wait:
+                commands.append(self._commands.get(timeout=_IDLE_POLL))
+            while True:
+                commands.append(self._commands.get_nowait())
+        return commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

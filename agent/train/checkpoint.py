@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ from gshare.agent.train.files import (
     write_bytes_atomic,
     write_file,
 )
+from gshare.agent.train.tensor_file import file_pieces
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ def write_checkpoint(
 ) -> Path:
     """Publish `checkpoint-<step>/`, then remove the oldest ones beyond `save_total_limit` (0: keep all)."""
     files = {
-        ADAPTER_CONFIG: lambda: json_bytes(config),
-        ADAPTER_MODEL: lambda: _tensor_bytes(snapshot.adapter),
-        OPTIMIZER: lambda: _tensor_bytes(snapshot.optimizer),
-        STATE: lambda: json_bytes({"job": snapshot.job, "step": snapshot.step, "state": snapshot.state}),
+        ADAPTER_CONFIG: [json_bytes(config)],
+        ADAPTER_MODEL: _pieces(snapshot.adapter),
+        OPTIMIZER: _pieces(snapshot.optimizer),
+        STATE: [json_bytes({"job": snapshot.job, "step": snapshot.step, "state": snapshot.state})],
     }
     path = _publish(output_dir / f"checkpoint-{snapshot.step}", files)
     if save_total_limit > 0:
@@ -129,9 +129,9 @@ def write_best(snapshot: Snapshot, output_dir: Path, config: Mapping[str, Any]) 
     if "start" in snapshot.state:
         metadata["start"] = snapshot.state["start"]
     files = {
-        ADAPTER_CONFIG: lambda: json_bytes(config),
-        ADAPTER_MODEL: lambda: _tensor_bytes(snapshot.adapter),
-        METADATA: lambda: json_bytes(metadata),
+        ADAPTER_CONFIG: [json_bytes(config)],
+        ADAPTER_MODEL: _pieces(snapshot.adapter),
+        METADATA: [json_bytes(metadata)],
     }
     return _publish(output_dir / "best", files)
 
@@ -142,7 +142,7 @@ def write_final(snapshot: Snapshot, output_dir: Path, config: Mapping[str, Any])
     with disk_errors("making", output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(output_dir / ADAPTER_CONFIG, [json_bytes(config)])
-    write_bytes_atomic(output_dir / ADAPTER_MODEL, [_tensor_bytes(snapshot.adapter)])
+    write_bytes_atomic(output_dir / ADAPTER_MODEL, _pieces(snapshot.adapter))
     return output_dir
 
 
@@ -156,14 +156,15 @@ def write_start(
     fingerprint: Mapping[str, str],
 ) -> WarmStart:
     """Publish `directory`: the weights that `parent` has after `step` steps, to start another job from."""
-    data = _tensor_bytes(parameters)
-    start = WarmStart(
-        directory=str(directory), sha256=hashlib.sha256(data).hexdigest(), parent=parent, step=step
-    )
+    data = list(_pieces(parameters))
+    digest = hashlib.sha256()
+    for piece in data:
+        digest.update(piece)
+    start = WarmStart(directory=str(directory), sha256=digest.hexdigest(), parent=parent, step=step)
     files = {
-        ADAPTER_CONFIG: lambda: json_bytes(config),
-        ADAPTER_MODEL: lambda: data,
-        METADATA: lambda: json_bytes({**start.lineage, "fingerprint": dict(fingerprint)}),
+        ADAPTER_CONFIG: [json_bytes(config)],
+        ADAPTER_MODEL: data,
+        METADATA: [json_bytes({**start.lineage, "fingerprint": dict(fingerprint)})],
     }
     _publish(directory, files)
     return start
@@ -188,24 +189,30 @@ def start_from_saved(output_dir: Path, directory: Path, *, parent: str) -> WarmS
     )
 
 
-def _tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """safetensors; the same tensors give the same bytes (names sorted, one metadata key)."""
-    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    return save_safetensors(ordered, metadata={"format": "pt"})
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+    return file_pieces({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
 
-def _publish(final: Path, files: Mapping[str, Callable[[], bytes]]) -> Path:
-    """Write `files` and their manifest under a temporary name, then publish it as `final`. Each file's bytes
-    are made when their turn comes: one serialised copy in memory at a time."""
+def _publish(final: Path, files: Mapping[str, Iterable[bytes]]) -> Path:
+    """Write `files`, given in pieces, and their manifest under a temporary name, then publish it as
+    `final`."""
     entries: dict[str, dict[str, Any]] = {}
     temporary = temporary_name(final)
     try:
         with disk_errors("writing", final):
             temporary.mkdir(parents=True)
-            for name, make in files.items():
-                data = make()
-                entries[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-                write_file(temporary / name, [data])
+            for name, pieces in files.items():
+                digest, size = hashlib.sha256(), 0
+
+                def seen(pieces: Iterable[bytes] = pieces, digest: Any = digest) -> Iterator[bytes]:
+                    nonlocal size
+                    for piece in pieces:
+                        digest.update(piece)
+                        size += len(piece)
+                        yield piece
+
+                write_file(temporary / name, seen())
+                entries[name] = {"size": size, "sha256": digest.hexdigest()}
             write_file(temporary / MANIFEST, [json_bytes({"format": FORMAT, "files": entries})])
         publish_dir(temporary, final)
     except BaseException:
@@ -261,7 +268,7 @@ def load_checkpoint(path: Path) -> Snapshot:
     tensors: list[dict[str, Tensor]] = []
     for name in (ADAPTER_MODEL, OPTIMIZER):
         try:
-            tensors.append({key: t.clone() for key, t in load_safetensors(files[name]).items()})
+            tensors.append(load_safetensors(files[name]))
         except SafetensorError as error:
             raise GshareError(f"{path / name}: {error}") from error
     return Snapshot(record["job"], record["step"], tensors[0], tensors[1], record["state"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class DeviceEngine(Engine):
         self._captures = GraphCapture(base.device)
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
+        self._most_captured = sys.maxsize  # tokens
         self._parameters = base.config.parameter_count()
         self._coarse = is_launch_bound(self._parameters)
 
@@ -287,6 +289,7 @@ class DeviceEngine(Engine):
 
     def _may_capture(self, entry: _Entry) -> bool:
         small = entry.buffers.shape.tokens * self._parameters <= GRAPH_LIMIT
+        small = small and entry.buffers.shape.tokens <= self._most_captured
         return self.graphs and small and not entry.too_large
 
     def _capture(self, entry: _Entry, launch: Callable[[], torch.Tensor]) -> bool:
@@ -302,12 +305,14 @@ class DeviceEngine(Engine):
         return True
 
     def give_up_graphs(self) -> bool:
-        held = any(entry.graph is not None for entry in self._entries.values())
+        """Those of passes of half as many tokens may come back: launches cost them the most."""
+        held = [entry.buffers.shape.tokens for entry in self._entries.values() if entry.graph is not None]
         if held:
             torch.cuda.synchronize(self.base.device)
+            self._most_captured = max(held) // 2
         self._entries.clear()
-        self._captures, self.graphs = GraphCapture(self.base.device), False
-        return held
+        self._captures = GraphCapture(self.base.device)
+        return bool(held)
 
     # ------------------------------------------------------------------ one pass
 

@@ -169,7 +169,8 @@ class Engine:
         self.most_adapters = 0
 
     def give_up_graphs(self) -> bool:
-        """Free what captured passes keep, and capture none any more; False when there is nothing to free."""
+        """Free what captured passes keep, and capture smaller ones only; False when there is nothing to
+        free."""
         return False
 
     def expect(self, specs: Sequence[AdapterSpec]) -> None:

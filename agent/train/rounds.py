@@ -143,7 +143,7 @@ class Rounds:
     def _freed_spare(self) -> bool:
         """Whether memory was got by forgetting trunk states or captured passes, which no bit depends on."""
         if self.engine.give_up_graphs():
-            log.warning("out of memory; CUDA graphs are given up, passes are launched one kernel at a time")
+            log.warning("out of memory; CUDA graphs are given up, those of small passes are made again")
             self._empty_cache()
             return True
         cache = self.engine.cache

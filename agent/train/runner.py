@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from gshare.agent.train.job import Job
 from gshare.agent.train.job_data import JobData
 from gshare.agent.train.out_of_memory import is_out_of_memory, told
 from gshare.agent.train.pipeline import Pipeline
+from gshare.agent.train.read_ahead import ReadAhead
 from gshare.agent.train.rounds import Rounds
 from gshare.agent.train.trunk_cache import TrunkCache
 from gshare.agent.vram.guard import Reservation
@@ -110,6 +112,7 @@ class Runner:
                 auto=asked is None,
             )
         self._on_pass = on_pass
+        self._parked = ReadAhead()
         self._order = 0
         self._guard.record("load")
         size = (base.nbytes + base.scratch.nbytes) / 2**20
@@ -253,6 +256,15 @@ class Runner:
         elif found.state in ENDED:
             raise UsageError(f"adapter {job}: has ended as {found.state}; start it again with `--resume`")
 
+    @contextmanager
+    def about_to_resume(self, jobs: Sequence[str]) -> Iterator[None]:
+        """In this block these are resumed, in this order. It is no fault when they are not."""
+        found = [job for name in jobs if (job := self.books.jobs.get(name)) is not None]
+        parked = [job for job in found if job.parked and job.state == "paused" and job.settling is None]
+        with ReadAhead(map(_parked_at, parked)) as self._parked:
+            yield
+        self._parked = ReadAhead()
+
     def take_weights(self, job: str, directory: Path) -> WarmStart:
         """Write the job's weights as they are now into `directory`, for a warm clone. The job goes on.
 
@@ -262,10 +274,7 @@ class Runner:
         found = self.books.find(job)
         if found.state in ENDED:
             raise UsageError(f"adapter {job}: has ended as {found.state}; its weights are in its output_dir")
-        if found.parked:
-            weights = load_checkpoint(found.output_dir / f"checkpoint-{found.step}").adapter
-        else:
-            weights = found.adapter.parameters()
+        weights = load_checkpoint(_parked_at(found)).adapter if found.parked else found.adapter.parameters()
         return write_start(
             weights,
             directory,
@@ -278,9 +287,8 @@ class Runner:
     def _unpark(self, job: Job) -> bool:
         """Its adapter again, from the checkpoint of its pause; False: it has failed."""
         self._pipeline.drain()
-        path = job.output_dir / f"checkpoint-{job.step}"
         try:
-            snapshot = load_checkpoint(path)
+            snapshot = self._parked.take(_parked_at(job))
             adapter = self.engine.new_adapter(f"{job.name}#{job.order}", job.spec, initial=False)
             try:
                 adapter.load(snapshot.adapter, snapshot.optimizer)
@@ -305,3 +313,8 @@ class Runner:
         self.books.writer.close()
         if summary := self._guard.summary():
             self.books.say("info", summary)
+
+
+def _parked_at(job: Job) -> Path:
+    """The checkpoint of its pause."""
+    return job.output_dir / f"checkpoint-{job.step}"

@@ -33,6 +33,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,6 +215,9 @@ class FakeRunner:
         if pause_at is not None:
             self._jobs[job].pause_at = pause_at
         self._change(self._jobs[job], "running")
+
+    def about_to_resume(self, jobs: Sequence[str]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def take_weights(self, job: str, directory: Path) -> WarmStart:
         found = self._jobs[job]
