@@ -13,8 +13,8 @@ model's bound of all that are in, with it, fits; then everybody trains under tha
 is turned away, and one that is in leaves. Running out of memory once is a failure. `--trust` multiplies the
 bound: below 1 it stands for a model that promises too much.
 
-On CUDA memory is what torch's allocator reserves, limited by its own cap. On the CPU tensors are counted by a
-stand-in for it (`agent/train/memory_meter.py`), so that every path runs; its figures are of no GPU.
+On CUDA memory is what must be reserved (`agent/train/memory_meter.py` says what of), limited by torch's own
+cap. On the CPU tensors are counted by a stand-in for it, so that every path runs; its figures are of no GPU.
 
 Exit code 0 when both gates hold, 1 when one fails.
 """
@@ -47,7 +47,7 @@ from gshare.agent.base.weights import Base
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.checkpointing import card_name
-from gshare.agent.train.measure_memory import Measurer, measure_memory
+from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
 from gshare.agent.train.memory_meter import CountingMeter, CudaMeter, Meter
 from gshare.agent.train.part import Row
 from gshare.kernels.backend import pick_backend
@@ -158,18 +158,17 @@ class Bench:
     def predict(self, profile: MemoryProfile, members: list[Member]) -> float:
         return profile.memory.predict(self._load(members))
 
-    def peak(self, members: list[Member], *, limit: int = 0) -> int | None:
-        """Bytes; None when it ran out of memory. `limit` 0: none but the device's."""
+    def measure(self, members: list[Member], *, limit: int = 0) -> Measured | None:
+        """None when it ran out of memory. `limit` 0: none but the device's."""
         measurer = self._free if not limit else Measurer(self.base, self._backend, self._meter(limit))
         if limit and self.base.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.base.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.base.device)
         try:
-            measured = measurer.measure_rows([m.spec for m in members], [m.rows for m in members])
+            return measurer.measure_rows([m.spec for m in members], [m.rows for m in members])
         finally:
             if limit and self.base.device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, self.base.device)
-        return measured.peak_bytes if measured is not None else None
 
     def _load(self, members: list[Member]) -> Any:
         return self._free.load(
@@ -189,7 +188,7 @@ def unseen(bench: Bench, profile: MemoryProfile, crowd: Crowd, count: int) -> di
     rows = []
     while len(rows) < count:
         members = crowd.set()
-        measured = bench.peak(members)
+        measured = bench.measure(members)
         if measured is None:  # beyond the device: nothing to compare with
             continue
         predicted = bench.predict(profile, members)
@@ -198,8 +197,8 @@ def unseen(bench: Bench, profile: MemoryProfile, crowd: Crowd, count: int) -> di
                 "adapters": len(members),
                 "tokens": tokens(members),
                 "predicted": round(predicted),
-                "measured": measured,
-                "error": predicted / measured - 1,
+                "measured": measured.peak_bytes,
+                "error": predicted / measured.peak_bytes - 1,
             }
         )
     worst = max(abs(row["error"]) for row in rows)
@@ -209,9 +208,10 @@ def unseen(bench: Bench, profile: MemoryProfile, crowd: Crowd, count: int) -> di
 def admissions(
     bench: Bench, profile: MemoryProfile, crowd: Crowd, count: int, trust: float
 ) -> dict[str, Any]:
-    """`count` admissions by the model's bound, each trained under its limit."""
+    """`count` admissions by the model's bound, each trained under its limit. Passes for whose CUDA graph
+    there was no memory are failures too: a model that promises too little room costs these first."""
     largest = max(point.peak_bytes for point in profile.points)
-    admitted = refused = failed = 0
+    admitted = refused = failed = launched = 0
     used: list[float] = []
     while admitted < count:
         first = crowd.member()
@@ -232,19 +232,21 @@ def admissions(
             inside.append(one)
             one = crowd.member()
             admitted += 1
-            peak = bench.peak(inside, limit=limit)
-            if peak is None:
+            measured = bench.measure(inside, limit=limit)
+            if measured is None:
                 failed += 1
                 inside.pop()
             else:
-                used.append(peak / limit)
+                launched += measured.without_graph > 0
+                used.append(measured.peak_bytes / limit)
     return {
         "admitted": admitted,
         "refused": refused,
         "out_of_memory": failed,
+        "without_graph": launched,
         "mean_use": sum(used) / len(used) if used else 0.0,
         "trust": trust,
-        "gate": failed == 0,
+        "gate": failed == launched == 0,
     }
 
 
@@ -329,7 +331,8 @@ def summary(result: dict[str, Any]) -> str:
         f"{result['base']} {result['base_dtype']} on {result['card']}: worst error "
         f"{missed['worst_error']:.2%} on {len(missed['configurations'])} unseen configurations "
         f"(limit {WORST_ERROR:.0%}); {judged['out_of_memory']} of {judged['admitted']} admissions ran out of "
-        f"memory, {judged['mean_use']:.0%} of the reservation used"
+        f"memory, {judged['without_graph']} had none for a graph, {judged['mean_use']:.0%} of the "
+        "reservation used"
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +132,9 @@ class Group:
                 part.adapter.update(step=step, learning_rate=rate, norm=verdict.norm)
 
 
-def _sha256(tensors: dict[str, torch.Tensor]) -> str:
+def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     """Of the file that safetensors would write."""
-    return hashlib.sha256(save(tensors)).hexdigest()
+    return hashlib.sha256(save(dict(tensors))).hexdigest()
 
 
 def make_engine(cohort: Cohort, arm: str, device: torch.device) -> Engine:

@@ -65,7 +65,7 @@ def names(path: Path) -> list[str]:
 
 def test_a_snapshot_comes_back_bit_for_bit_and_equal_snapshots_have_equal_bytes(tmp_path: Path) -> None:
     odd = snapshot(7)
-    odd.adapter[NAME.format("B")] = torch.tensor([[float("nan"), -0.0, 1e-45]])
+    odd.adapter = {**odd.adapter, NAME.format("B"): torch.tensor([[float("nan"), -0.0, 1e-45]])}
     odd.state["loss"] = 0.1 + 0.2
     path = write_checkpoint(odd, tmp_path / "x", CONFIG)
     found = load_checkpoint(path)

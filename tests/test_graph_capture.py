@@ -10,6 +10,7 @@ import pytest
 import torch
 from gshare.agent.train.graph_capture import GraphCapture
 from gshare.agent.train.host_copy import copied
+from gshare.agent.train.memory_meter import CudaMeter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -45,3 +46,28 @@ def test_graphs_are_captured_again_when_none_is_left_and_whoever_waits_for_copie
     thread.join(60)
     assert wrong == []
     assert float(x[-1]) == 20.0
+
+
+def test_the_meter_tells_what_graphs_keep_from_the_tensors_of_launched_passes() -> None:
+    """A pass that takes 64 MiB beside 32 that stay: launched, captured, replayed."""
+    device, mib = torch.device("cuda", 0), 1 << 20
+    meter, captures = CudaMeter(device), GraphCapture(device)
+    before = torch.cuda.memory_allocated(device)
+
+    def launch() -> torch.Tensor:
+        return torch.ones(64 * mib, dtype=torch.uint8, device=device)[:1].clone()
+
+    with meter.measuring():
+        stays = torch.zeros(32 * mib, dtype=torch.uint8, device=device)
+        launch()
+        meter.phase_ended()
+        assert meter.peak_bytes() - before == pytest.approx((32 + 64) * mib, abs=mib)
+        captured = captures.capture(launch)
+        assert captured is not None
+        meter.phase_ended()
+        captured[0].replay()
+        meter.phase_ended()
+        # Pools grow by 20 MiB, and small tensors have one of their own.
+        assert 64 * mib <= meter.peak_bytes() - before - (32 + 64) * mib <= (64 + 24) * mib
+        assert len(stays) == 32 * mib
+        del captured, captures, stays

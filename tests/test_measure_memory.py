@@ -19,7 +19,7 @@ from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
-from gshare.agent.train.memory_meter import CountingMeter
+from gshare.agent.train.memory_meter import CountingMeter, CudaMeter
 from gshare.agent.train.part import Row
 from gshare.agent.train.rounds import Rounds
 from toy import VOCABULARY, new_backend, tiny_base
@@ -94,6 +94,35 @@ def test_beyond_the_limit_is_out_of_memory() -> None:
             torch.zeros(1)
         del fits
         assert torch.zeros(MIB, dtype=torch.uint8).numel()
+
+
+def test_on_cuda_what_graphs_keep_is_beside_the_tensors_of_launched_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With torch's figures in its place: a launched pass, one that is captured, a replay, an evaluation."""
+    figures = {"allocated": 0, "graphs": 0}
+    resets: list[int] = []
+
+    def snapshot() -> list[dict[str, object]]:
+        pools = (((0, 0), 0, 10**9), ((0, 1), 0, figures["graphs"]), ((0, 1), 1, 10**9))
+        return [{"segment_pool_id": pool, "device": at, "total_size": size} for pool, at, size in pools]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: figures["allocated"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    meter = CudaMeter(torch.device("cuda", 0))
+    for _ in range(2):  # a new block starts anew
+        with meter.measuring():
+            for allocated, graphs in ((70, 0), (95, 40), (20, 40), (80, 40)):
+                figures.update(allocated=allocated * MIB, graphs=graphs * MIB)
+                meter.phase_ended()
+        assert meter.peak_bytes() == (80 + 40) * MIB, "not 95: that is the capture's"
+    with meter.measuring():
+        figures.update(allocated=7 * MIB, graphs=0)
+        meter.phase_ended()
+    assert meter.peak_bytes() == 7 * MIB
+    assert len(resets) == 2 * 5 + 2
 
 
 # ---------------------------------------------------------------------- one configuration

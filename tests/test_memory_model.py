@@ -22,6 +22,7 @@ from gshare.agent.jobs.memory_profile import (
     write_profile,
 )
 from gshare.agent.jobs.pass_load import PassLoad, label_rung, rung
+from gshare.agent.service.environment import trainer_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_points import LOADS, MIB, TRUE, load, noisy, points, value
@@ -189,10 +190,33 @@ def test_every_part_of_the_key_makes_another_profile(tmp_path: Path, monkeypatch
         msgspec.structs.replace(key, **{name: other})
         for name, other in (("torch", "0"), ("triton", "0"), ("numerics", 0), ("format", 0))
     ]
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")  # not what a trainer has by itself
     others.append(profile_key(**same))
     assert len({one.file_name for one in [key, *others]}) == 10
     assert all(read_profile(tmp_path, one) is None for one in others)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("own", [None, *ALLOCATOR])
+def test_whoever_looks_for_a_profile_has_the_key_of_the_trainer_that_measures(
+    monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    """The trainer has its allocator's setting in its environment; who starts it has not."""
+    same = {"base": "b", "base_dtype": "bf16", "card": "a", "checkpointing": False}
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    by_itself = profile_key(**same)
+    if own is not None:
+        monkeypatch.setenv(own, "backend:native")
+    here = profile_key(**same)
+    for name, told in trainer_environment().items():
+        monkeypatch.setenv(name, told)
+    assert profile_key(**same) == here
+    assert (here != by_itself) == (own is not None)
+    setting = "PYTORCH_ALLOC_CONF=expandable_segments:True" if own is None else f"{own}=backend:native"
+    assert setting in here.allocator.split()
 
 
 def broken(change: dict[str, Any]) -> bytes:

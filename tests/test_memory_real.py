@@ -13,40 +13,34 @@ from gshare.agent.base.resolve import find_demo_model, resolve_model
 from gshare.agent.jobs.memory import ModelShape, estimate_run
 from gshare.agent.jobs.spec import AdapterSpec
 
-# Anonymous memory, sampled: the peak of VmHWM counts the checkpoint's mapped pages too, which the kernel
-# can drop at any time.
+# The kernel's own mark of the most that was resident, set anew once the base is there, less the files mapped
+# by then (the checkpoint's pages, libraries). A thread that samples misses peaks where it gets no turn.
 CHILD = """
-import json, sys, threading, time
+import json, sys
 from pathlib import Path
 import torch
 from toy import make_runner, request
 from gshare.agent.base.load import load_base
 
-def anonymous():
+def status(key):
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
+        if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
 
-highest = 0
-def watch():
-    global highest
-    while True:
-        highest = max(highest, anonymous())
-        time.sleep(0.002)
-
 torch.ones(512, 512) @ torch.ones(512, 512)
-before = anonymous()
+before = status("RssAnon")
 model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-threading.Thread(target=watch, daemon=True).start()
 base = load_base(model, base_dtype="fp32", device=torch.device("cpu"))
 runner = make_runner(model, base)
 for i in range(count):
     options = {"r": 8, "max_steps": 2, "eval_steps": 0, "save_steps": 0}
     runner.admit(request(folder, f"job{i}", lengths=(40, 40, 40, 40), **options))
+Path("/proc/self/clear_refs").write_text("5")
+files = status("RssFile") + status("RssShmem")
 while runner.run_round():
     pass
 runner.close()
-print(json.dumps(highest - before))
+print(json.dumps(status("VmHWM") - files - before))
 """
 
 

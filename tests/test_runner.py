@@ -194,7 +194,7 @@ def test_paused_jobs_wait_and_resume_with_their_bits(
 
 
 def test_a_refused_job_leaves_nothing_and_a_name_is_taken_once(
-    tiny_checkpoint: Path, base: Base, tmp_path: Path
+    tiny_checkpoint: Path, base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner(tiny_checkpoint, base)
     runner.admit(request(tmp_path, "a", max_steps=2))
@@ -205,6 +205,10 @@ def test_a_refused_job_leaves_nothing_and_a_name_is_taken_once(
         runner.admit(request(tmp_path, "deep", layers_to_transform=(7,)))
     with pytest.raises(UsageError, match="max_length 4096"):
         runner.admit(request(tmp_path, "long", max_length=4096))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.engine, "most_rank", 16)  # as an engine on CUDA has one
+        with pytest.raises(UsageError, match="r 17 is beyond 16"):
+            runner.admit(request(tmp_path, "wide", r=17))
     gone = request(tmp_path, "gone")
     (Path(gone.train_store) / "tokens.bin").unlink()
     with pytest.raises(GshareError, match=r"tokens\.bin"):

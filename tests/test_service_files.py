@@ -374,6 +374,14 @@ def test_the_environment_sets_strict_mkl_whatever_the_caller_has(
     assert not _has_avx512(tmp_path / "none")
 
 
+@pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("said", ["", "backend:native"])
+def test_the_allocator_maps_pages_unless_told(own: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {own: said})
+    told = {name: value for name, value in trainer_environment().items() if "ALLOC" in name}
+    assert told == ({} if own and said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_records_are_strict_json(tmp_path: Path) -> None:
     registry.append_line(tmp_path / "l", JobStatus(job="a", state="running", loss=math.inf))
     assert json.loads((tmp_path / "l").read_text(), parse_constant=pytest.fail)["loss"] is None

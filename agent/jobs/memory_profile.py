@@ -34,7 +34,7 @@ from gshare.agent.service.environment import trainer_environment
 from gshare.kernels.numerics import NUMERICS
 
 #: Changes with the meaning of a field: an older file is another key's, and is never read.
-FORMAT = 1
+FORMAT = 2
 #: A profile of 26 points is 8 KiB.
 MAX_BYTES = 1 << 20
 MAX_POINTS = 512
@@ -72,7 +72,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load: PassLoad
     batch: int
     length: int
-    peak_bytes: int  # taken from the device by the allocator, base included, context not
+    peak_bytes: int  # that the device must have for it, base included, context not
     step_seconds: float
 
 

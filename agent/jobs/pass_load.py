@@ -42,6 +42,14 @@ def label_rung(rows: int, *, coarse: bool = False) -> int:
     return max(64, 1 << max(rows - 1, 0).bit_length()) if rows <= 2048 else -(-rows // 1024) * 1024
 
 
+#: What a pass's rank is padded to on CUDA: its largest, to the next of these.
+RANKS = (8, 16, 32, 64, 128, 256)
+
+
+def padded_rank(rank: int) -> int:
+    return next((known for known in RANKS if known >= rank), rank)
+
+
 class PassLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest pass of a run, and the adapters that are resident beside it. No field is below zero."""
 
@@ -51,7 +59,7 @@ class PassLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     adapter_bytes: int  # weights, gradients and the copy in the compute dtype
     optimizer_bytes: int
     largest_adapter: int  # `adapter_bytes` of the largest one: updates are made one adapter at a time
-    ranks: int  # r times adapted linears of a layer, of the adapter with the most
+    ranks: int  # r (padded on CUDA) times adapted linears of a layer, of the adapter with the most
     logit_bytes: int  # of the rows that the head takes at once
     mask_bytes: int  # dropout's keep masks of the widest group of linears; 0 without dropout
 
@@ -70,6 +78,7 @@ def pass_load(
     tokens = rung(pass_tokens, coarse=coarse) if estimate.device == "cuda" else pass_tokens
     compute = compute_bytes(base_dtype, estimate.device)
     dropping = any(spec.lora_dropout > 0 for spec in adapters)
+    rank = padded_rank if estimate.device == "cuda" else int
     # One byte a value of each linear's input, one group at a time: q, k and v read the same H values.
     widest = max(3 * shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size)
     return PassLoad(
@@ -79,7 +88,7 @@ def pass_load(
         adapter_bytes=estimate["adapters"],
         optimizer_bytes=estimate["optimizer"],
         largest_adapter=max((adapter_bytes(shape, spec, compute) for spec in adapters), default=0),
-        ranks=max((spec.r * len(spec.targets) for spec in adapters), default=0),
+        ranks=max((rank(spec.r) * len(spec.targets) for spec in adapters), default=0),
         logit_bytes=estimate["logits"],
         mask_bytes=tokens * widest if dropping else 0,
     )

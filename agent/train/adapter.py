@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec
 from gshare.agent.train.arena import MOMENTS, MOMENTS_8BIT, Arena, MatrixKey
+from gshare.agent.train.flat_tensors import FlatTensors, Place
 from gshare.agent.train.host_copy import HostCopy, copied
 from gshare.kernels.adamw import adamw_scratch, adamw_step_
 from gshare.kernels.adamw_8bit import adamw_8bit_step_
@@ -159,13 +161,13 @@ class Adapter:
 
     # ------------------------------------------------------------------ state in and out
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> Mapping[str, torch.Tensor]:
         """Host copies of the fp32 masters under PEFT's names."""
         copy = self.on_host(optimizer=False)
         copy.wait()
         return copy.parameters
 
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+    def optimizer_tensors(self) -> Mapping[str, torch.Tensor]:
         """Host copies of the moments: `<peft name>.exp_avg`, … or the 8-bit state's own parts."""
         copy = self.on_host(optimizer=True)
         copy.wait()
@@ -178,41 +180,50 @@ class Adapter:
         purposes = ("params", *(moments if optimizer else ()))
         copies, wait = copied([self.arena.flat(purpose, self.name) for purpose in purposes])
         flats: dict[str, torch.Tensor] = dict(zip(purposes, copies, strict=True))
-        weights = self.arena.views("params", self.name, flats["params"])
-        return HostCopy(
-            {key.peft_name(): view for key, view in weights.items()},
-            self._optimizer_views(flats) if optimizer else {},
-            wait,
-        )
+        weights = self._weights_in(flats["params"])
+        return HostCopy(weights, self._optimizer_in(flats) if optimizer else {}, wait)
 
-    def _optimizer_views(self, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The moments by name, of the adapter's flat memory or a copy of it, by purpose."""
+    def _weights_in(self, flat: torch.Tensor) -> FlatTensors:
+        """The matrices by PEFT's names, in a copy of the adapter's flat memory."""
+        return FlatTensors([flat], self._weight_places)
+
+    def _optimizer_in(self, flats: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The moments by name, in copies of the adapter's flat memory, by purpose."""
         if self.eight_bit:
             return {
                 f"{key.peft_name()}.{part}": tensor
                 for key, state in self.arena.states_8bit(self.name, flats).items()
                 for part, tensor in state.named_tensors().items()
             }
-        parts = {part: self.arena.views(part, self.name, flats[part]) for part in MOMENTS}
+        return FlatTensors([flats[part] for part in MOMENTS], self._moment_places)
+
+    @cached_property
+    def _weight_places(self) -> dict[str, Place]:
+        places = self.arena.places("params", self.name)
+        return {key.peft_name(): Place(0, start, shape) for key, (start, shape) in places.items()}
+
+    @cached_property
+    def _moment_places(self) -> dict[str, Place]:
+        places = [self.arena.places(part, self.name) for part in MOMENTS]
         return {
-            f"{key.peft_name()}.{part}": parts[part][key]
+            f"{key.peft_name()}.{part}": Place(number, *places[number][key])
             for key, _ in self.arena.matrices(self.name)
-            for part in MOMENTS
+            for number, part in enumerate(MOMENTS)
         }
 
-    def load(self, parameters: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
+    def load(self, parameters: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """The inverse of `parameters` and `optimizer_tensors`. KeyError names a missing tensor, RuntimeError
         one of another shape or dtype."""
         self.start_from(parameters)
         with self._filling(MOMENTS_8BIT if self.eight_bit else MOMENTS) as flats:
-            for name, view in self._optimizer_views(flats).items():
+            for name, view in self._optimizer_in(flats).items():
                 _fill(view, optimizer[name], name)
 
-    def start_from(self, parameters: dict[str, torch.Tensor]) -> None:
+    def start_from(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """These weights instead of the initial ones; the optimizer stays as it is. Errors as of `load`."""
         with self._filling(["params"]) as flats:
-            for key, view in self.arena.views("params", self.name, flats["params"]).items():
-                _fill(view, parameters[key.peft_name()], key.peft_name())
+            for name, view in self._weights_in(flats["params"]).items():
+                _fill(view, parameters[name], name)
         self.arena.publish(self.name)
 
     @contextmanager

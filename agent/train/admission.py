@@ -19,9 +19,14 @@ from gshare.agent.train.job_data import JobData
 Say = Callable[[Literal["info", "warning", "error"], str, str], None]
 
 
-def check_spec(request: JobRequest, config: ModelConfig) -> None:
-    """UsageError when the model has no such layers or positions."""
+def check_spec(request: JobRequest, config: ModelConfig, most_rank: int) -> None:
+    """UsageError when the model has no such layers or positions, or the engine takes no such rank."""
     spec = request.spec
+    if spec.r > most_rank:
+        raise UsageError(
+            f"adapter {spec.name}: r {spec.r} is beyond {most_rank}, the most that the CUDA kernels take; "
+            "lower it, or train it on the CPU"
+        )
     if spec.layers_to_transform is not None:
         beyond = [i for i in spec.layers_to_transform if i >= config.num_layers]
         if beyond:

@@ -304,14 +304,10 @@ class Arena:
         """The matrix `key` of adapter `name`; valid until the next `allocate`."""
         return self._region(purpose).view(purpose, name, key, self._shapes[name][key])
 
-    def views(self, purpose: str, name: str, flat: torch.Tensor) -> dict[MatrixKey, torch.Tensor]:
-        """The matrices in a copy of the adapter's `flat`."""
+    def places(self, purpose: str, name: str) -> dict[MatrixKey, tuple[int, tuple[int, int]]]:
+        """Where each matrix begins in the adapter's `flat`, and its shape; for as long as it is there."""
         slot = self._region(purpose).slots[name]
-        found = {}
-        for key, shape in self._shapes[name].items():
-            at = slot.offsets[key] - slot.start
-            found[key] = flat[at : at + math.prod(shape)].view(shape)
-        return found
+        return {key: (slot.offsets[key] - slot.start, shape) for key, shape in self._shapes[name].items()}
 
     def flat(self, purpose: str, name: str) -> torch.Tensor:
         """The adapter's whole slot as one vector, gaps between matrices (zeros) included."""

@@ -35,6 +35,7 @@ from gshare.agent.train.files import (
     write_bytes_atomic,
     write_file,
 )
+from gshare.agent.train.flat_tensors import FlatTensors
 from gshare.agent.train.tensor_file import file_pieces
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -65,8 +66,8 @@ class Snapshot:
 
     job: str
     step: int
-    adapter: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     state: dict[str, Any]
     wait: Callable[[], None] = lambda: None
 
@@ -190,7 +191,9 @@ def start_from_saved(output_dir: Path, directory: Path, *, parent: str) -> WarmS
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
-    return file_pieces({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    if not isinstance(tensors, FlatTensors):
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return file_pieces(tensors)
 
 
 def _publish(final: Path, files: Mapping[str, Iterable[bytes]]) -> Path:

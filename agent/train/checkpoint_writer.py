@@ -14,6 +14,8 @@ from gshare.agent.errors import GshareError
 from gshare.agent.service.environment import usable_cores
 from gshare.agent.train.checkpoint import Snapshot, write_best, write_checkpoint, write_final
 from gshare.agent.train.files import disk_errors, remove_leftovers
+from gshare.agent.train.flat_tensors import FlatTensors
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +23,8 @@ Kind = Literal["step", "best", "final"]
 
 #: Snapshots of the largest size that wait or are being written (`agent/jobs/memory.py` reckons with them).
 MAX_PENDING = 5
-#: Hashing takes 1 GB/s of a core; above this the disk is what is waited for.
-MAX_THREADS = 4
+#: Hashing takes 1 GB/s of a core, and flushing as long again.
+MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,13 @@ class _Save:
 
     @property
     def nbytes(self) -> int:
-        tensors = (*self.snapshot.adapter.values(), *self.snapshot.optimizer.values())
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(_nbytes(tensors) for tensors in (self.snapshot.adapter, self.snapshot.optimizer))
+
+
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    if isinstance(tensors, FlatTensors):
+        return tensors.nbytes
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class CheckpointWriter:

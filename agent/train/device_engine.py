@@ -45,7 +45,7 @@ from gshare.agent.train.trunk_cache import fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
-from gshare.kernels.lora_tables import LoraWorkspace, PassTables
+from gshare.kernels.lora_tables import MAX_RANK, LoraWorkspace, PassTables
 from gshare.kernels.staging import Fetched, Readback
 from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
 
@@ -131,6 +131,7 @@ class DeviceEngine(Engine):
         self.graphs = os.environ.get(GRAPHS_VARIABLE, "1") != "0" and base.device.type == "cuda"
         self.replays = 0
         self._most_captured = sys.maxsize  # tokens
+        self.most_rank = MAX_RANK
         self._parameters = base.config.parameter_count()
         self._coarse = is_launch_bound(self._parameters)
 
@@ -297,6 +298,7 @@ class DeviceEngine(Engine):
         found = self._captures.capture(launch)
         if found is None:
             entry.too_large = True
+            self.without_graph += 1
             log.info("no memory for a CUDA graph of %d tokens", entry.buffers.shape.tokens)
             return False
         entry.graph, entry.output = found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gshare.agent.jobs.pass_load import label_rung, rung
+from gshare.agent.jobs.pass_load import label_rung, padded_rank, rung
 from gshare.agent.jobs.spec import LINEARS
 from gshare.agent.train.arena import Arena, MatrixKey
 from gshare.agent.train.trunk import PassPlan, StagePlan, gathered, starts_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 #: The seat whose flag nobody reads.
 NOBODY = 4096
-_RANKS = (8, 16, 32, 64, 128, 256)
 
 
 def _power(count: int) -> int:
@@ -116,7 +115,7 @@ class PassShape:
             labels=min(label_rung(len(rows.labels), coarse=coarse), tokens),  # the estimate's bound
             adapters=_power(len(parts)),
             sequences=_power(len(rows.starts) - 1),
-            rank=next(known for known in _RANKS if known >= rank),
+            rank=padded_rank(rank),
             groups=frozenset(name for name, members in GROUPS.items() if targets & set(members)),
             lower=tuple(StageShape.of(stage, coarse=coarse) for stage in plan.stages[:-1]),
             first=plan.stages[-1].first,

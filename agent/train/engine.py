@@ -9,6 +9,7 @@ What it computes for an adapter is a function of that adapter's rows alone (kern
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -165,6 +166,10 @@ class Engine:
         self.share_trunk = True
         #: Trunk states of earlier passes; None: they are made anew every time. Never changes bits.
         self.cache: TrunkCache | None = None
+        #: The highest rank that the kernels take.
+        self.most_rank = sys.maxsize
+        #: Shapes of passes for whose CUDA graph there was no memory; they are launched.
+        self.without_graph = 0
         self.passes = 0
         self.most_adapters = 0
 

@@ -7,7 +7,7 @@ take 1,260 copies otherwise, each of which waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,8 +23,8 @@ _ALIGN = 64
 class HostCopy:
     """Tensors by name; `wait` before they are read."""
 
-    parameters: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
     wait: Callable[[], None]
 
 

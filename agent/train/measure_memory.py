@@ -40,8 +40,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Measured:
+    """`without_graph`: passes for whose graph there was no memory, and which were launched instead."""
+
     peak_bytes: int
     step_seconds: float
+    without_graph: int = 0
 
 
 class Measurer:
@@ -65,14 +68,14 @@ class Measurer:
         """As `measure`, of any adapters, each with the rows of its micro-batch."""
         with self._meter.measuring():
             try:
-                seconds = self._train(specs, rows)
+                seconds, without_graph = self._train(specs, rows)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 # Its frames hold tensors: they have to be gone when the block ends.
                 error.__traceback__ = error.__context__ = None
                 return None
-        return Measured(self._meter.peak_bytes(), seconds)
+        return Measured(self._meter.peak_bytes(), seconds, without_graph)
 
     def load(self, specs: Sequence[AdapterSpec], lengths: Sequence[int]) -> PassLoad:
         """What a model is asked of a pass with rows of these lengths."""
@@ -126,9 +129,10 @@ class Measurer:
         tokens = draw.integers(0, self._base.config.vocab_size, length).astype(np.int32)
         return Row(tokens, np.ones(length, dtype=bool), sample=row)
 
-    def _train(self, specs: Sequence[AdapterSpec], rows: Sequence[Sequence[Row]]) -> float:
-        """Seconds of a step, the mean of the timed ones."""
+    def _train(self, specs: Sequence[AdapterSpec], rows: Sequence[Sequence[Row]]) -> tuple[float, int]:
+        """Seconds of a step, the mean of the timed ones, and how many passes have no memory for a graph."""
         engine = make_engine(self._base, self._backend)
+        engine.expect(specs)
         rounds = Rounds(engine, sum(len(row.tokens) for own in rows for row in own))
         adapters = [engine.new_adapter(spec.name, spec) for spec in specs]
         rates = [spec.learning_rate for spec in specs]
@@ -145,6 +149,7 @@ class Measurer:
                 if outcome.error is not None:
                     raise outcome.error
                 rounds.update(outcome, rate)
+            self._meter.phase_ended()
         self._meter.wait()
         seconds = (time.perf_counter() - started) / TIMED_STEPS
         evaluated = rounds.evaluate(list(zip(adapters, rows, strict=True)))
@@ -152,7 +157,8 @@ class Measurer:
         with self._meter.elsewhere():
             for adapter in adapters:  # what a checkpoint takes
                 adapter.on_host(optimizer=True).wait()
-        return seconds
+        self._meter.phase_ended()
+        return seconds, engine.without_graph
 
 
 def measure_memory(

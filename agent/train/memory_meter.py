@@ -1,8 +1,9 @@
-"""How much memory tensors take at most, on a GPU by its allocator, elsewhere by counting them.
+"""How much memory training needs at most, on a GPU by its allocator, elsewhere by counting tensors.
 
 meter = make_meter(device)
 with meter.measuring():
     …                       # raises torch.OutOfMemoryError beyond `limit_bytes`
+    meter.phase_ended()
 meter.peak_bytes()
 """
 
@@ -28,8 +29,12 @@ class Meter(Protocol):
         """A context manager: the peak starts anew, and what the block has left behind is free after it."""
         ...
 
+    def phase_ended(self) -> None:
+        """To be said after each step of a block: what captured passes keep is told from the rest by it."""
+        ...
+
     def peak_bytes(self) -> int:
-        """The most that was taken from the device in the last block, what was there before included."""
+        """The most that the last block needed of the device, what was there before included."""
         ...
 
     def elsewhere(self) -> Any:
@@ -42,26 +47,49 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """What torch's allocator has reserved at most: its blocks, not only the tensors in them.
+    """What must be reserved: the most that tensors take at once, and beside it all that captured passes keep.
 
-    Its free blocks are given back before a block begins, so that the peak is that of the block. With them
-    goes what a guard has claimed; the ledger's row stays, and so does the cap.
+    torch reserves more where there is more: free blocks between tensors that stay. With pages mapped where
+    they are needed (`trainer_environment`) it gives them back before it runs out, so they are no need; what
+    they come to hangs on the order in which tensors came and went (on an H200 up to a fifth, and no model of
+    the pass told it). Graphs keep their pool as long as they live, and passes that are launched have tensors
+    beside it.
+
+    Free blocks are given back before a block begins. With them goes what a guard has claimed; the ledger's
+    row stays, and so does the cap.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._tensors = self._graphs = 0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         self._empty()
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._tensors = self._graphs = 0
         try:
             yield
         finally:
             self._empty()
 
+    def phase_ended(self) -> None:
+        graphs = self._kept_by_graphs()
+        if graphs > self._graphs:  # captured in this phase: its peak has the tensors of the capture in it
+            self._graphs = graphs
+        else:
+            self._tensors = max(self._tensors, torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
+
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self._device)
+        return self._tensors + self._graphs
+
+    def _kept_by_graphs(self) -> int:
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self._device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+        )
 
     def elsewhere(self) -> Any:
         return nullcontext()
@@ -96,6 +124,9 @@ class CountingMeter:
                 yield
             finally:
                 self._peak, self._counter = counter.peak, None
+
+    def phase_ended(self) -> None:
+        pass
 
     def peak_bytes(self) -> int:
         return self._peak

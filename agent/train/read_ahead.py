@@ -32,6 +32,8 @@ class ReadAhead:
     def take(self, path: Path) -> Snapshot:
         """The checkpoint at `path`, expected or not; errors as of `load_checkpoint`."""
         found = self._reading.pop(path, None)
+        if found is None and path in self._next:  # out of turn
+            self._next.remove(path)
         self._read()
         return found.result() if found is not None else load_checkpoint(path)
 

@@ -137,7 +137,7 @@ class Runner:
         specs = []
         for request in requests:
             with contextlib.suppress(GshareError):  # `admit` says so
-                check_spec(request, self.engine.base.config)
+                check_spec(request, self.engine.base.config, self.engine.most_rank)
                 specs.append(request.spec)
         try:
             self.engine.expect(specs)
@@ -154,7 +154,7 @@ class Runner:
         before = self.books.find(name) if name in self.books.jobs else None
         if before is not None and before.state not in ENDED:
             raise UsageError(f"adapter {name}: a job of this name is already running here")
-        check_spec(request, config)
+        check_spec(request, config, self.engine.most_rank)
         self._on_pass([(name, 0)])
         try:
             data = JobData.open(request)
@@ -260,7 +260,7 @@ class Runner:
     def about_to_resume(self, jobs: Sequence[str]) -> Iterator[None]:
         """In this block these are resumed, in this order. It is no fault when they are not."""
         found = [job for name in jobs if (job := self.books.jobs.get(name)) is not None]
-        parked = [job for job in found if job.parked and job.state == "paused" and job.settling is None]
+        parked = [job for job in found if job.parked and job.state == "paused"]  # its files stand
         with ReadAhead(map(_parked_at, parked)) as self._parked:
             yield
         self._parked = ReadAhead()

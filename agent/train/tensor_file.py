@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from gshare.agent.train.flat_tensors import FlatTensors, Raw
 from torch import Tensor
 
 #: Pieces are joined up to this size: hashing and writing give Python's lock back once a piece, and a thread
@@ -28,23 +29,25 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
 
     The same tensors give the same bytes. KeyError: a tensor of another dtype.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (_ORDER.index(_known(item[1])), item[0]))
+    found = tensors.raw() if isinstance(tensors, FlatTensors) else map(_raw, tensors, tensors.values())
+    ordered = sorted(found, key=lambda one: (_ORDER.index(one.dtype), one.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, tensor in ordered:
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
+    for one in ordered:
+        end = at + len(one.data)
+        entries[one.name] = {
+            "dtype": _NAMES[one.dtype],
+            "shape": one.shape,
+            "data_offsets": [at, end],
         }
-        at += tensor.nbytes
+        at = end
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGN)
     gathered: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header]
     size = 8 + len(header)
-    for _, tensor in ordered:
-        for start in range(0, tensor.nbytes, PIECE_BYTES):
-            part = _bytes(tensor)[start : start + PIECE_BYTES]
+    for one in ordered:
+        for start in range(0, len(one.data), PIECE_BYTES):
+            part = one.data[start : start + PIECE_BYTES]
             if size + len(part) > PIECE_BYTES:
                 yield b"".join(gathered)
                 gathered, size = [], 0
@@ -53,12 +56,9 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
     yield b"".join(gathered)
 
 
-def _known(tensor: Tensor) -> torch.dtype:
+def _raw(name: str, tensor: Tensor) -> Raw:
     if tensor.dtype not in _NAMES:
         raise KeyError(f"{tensor.dtype} is no dtype of a checkpoint")
-    return tensor.dtype
-
-
-def _bytes(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous()
-    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    data = tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    return Raw(name, tensor.dtype, tuple(tensor.shape), data)
