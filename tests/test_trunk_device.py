@@ -120,7 +120,8 @@ def test_a_launch_that_was_made_before_asks_the_host_for_nothing(base: Base) -> 
         engine.begin_round([one.adapter for one in parts])
         engine.forward_backward(parts)
     assert len(seen) == 4, "trunk and upper part, twice"
-    assert set(seen[1]) == {"equal"}
+    # On a GPU `equal` reads its own result.
+    assert {"equal"} <= set(seen[1]) <= {"equal", "_local_scalar_dense"}
     assert seen[2:] == [[], []]
 
 

@@ -36,7 +36,7 @@ def trainer_environment() -> dict[str, str]:
 def _allocator() -> dict[str, str]:
     """torch's CUDA allocator maps pages where they are needed, unless the caller has set it otherwise.
 
-    With blocks of fixed places a sweep of sixty adapters ran out of memory on an H200 at 19 GiB of tensors
+    With blocks of fixed places a sweep of sixty adapters ran out of memory on an H200 at 18 GiB of tensors
     under a cap of 40: what the guard had claimed was one block with long-lived tensors in it, and could
     neither be joined nor given to the graphs.
     """
