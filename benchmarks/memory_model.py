@@ -10,8 +10,9 @@ the trainer does it, and the predicted peak is compared with the measured one. L
 
 Admissions: under a reservation drawn at random, adapters come one after another. One is admitted when the
 model's bound of all that are in, with it, fits; then everybody trains under that limit. One that does not fit
-is turned away, and one that is in leaves. Running out of memory once is a failure. `--trust` multiplies the
-bound: below 1 it stands for a model that promises too much.
+is turned away, and one that is in leaves. Running out of memory once is a failure, and so is a CUDA graph
+that had no memory or was given up. `--trust` multiplies the bound: below 1 it is a model that promises too
+much.
 
 On CUDA memory is what must be reserved (`agent/train/memory_meter.py` says what of), limited by torch's own
 cap. On the CPU tensors are counted by a stand-in for it, so that every path runs; its figures are of no GPU.

@@ -394,12 +394,14 @@ def test_graphs_are_given_up_for_memory(base: Base, straw: type[StrawGraph]) -> 
     assert 2 * tokens[0] <= tokens[1]
     rounds = Rounds(engine, 1000)
     assert not engine.give_up_graphs()
+    assert engine.without_graph == 0
     before = [engine.forward_backward(parts) for parts in (large, small) for _ in range(2)]
     assert straw.captures == 2
     assert rounds._freed_spare()
     assert not rounds._freed_spare()
     after = [engine.forward_backward(parts) for parts in (large, small) for _ in range(3)]
     assert straw.captures == 3
+    assert engine.without_graph == 2
     assert after[:3] == [before[0]] * 3
     assert after[3:] == [before[2]] * 3
 

@@ -225,6 +225,34 @@ def test_on_a_discrete_gpu_what_is_reserved_is_claimed_and_outsiders_cannot_take
         assert state.used_mb == 4000 - SMALL_MB
 
 
+def test_what_torch_has_given_back_is_claimed_again_at_the_next_look(ledger: Ledger, tmp_path: Path) -> None:
+    """Under the cap as it is then, and not for a little. Control: where nothing was claimed nothing is."""
+    gpu = StrawGpu(tmp_path)
+    whole = 3500 - SMALL_MB
+    with take(ledger, 4000) as reservation:
+        guard, _ = guarded(reservation, gpu)
+        gpu.reserved -= 1000
+        gpu._show()
+        guard.record("eval")
+        assert gpu.claims == [whole - WORKSPACE, 1000]
+        assert gpu.reserved == whole
+        assert reservation.row.uses == {"eval": 4000 - SMALL_MB}
+        gpu.reserved -= 200
+        guard.record("save")
+        assert len(gpu.claims) == 2
+        gpu.outside_torch += 300  # kernels were loaded: the cap is lower
+        gpu._show()
+        guard.record("first_step")
+        gpu.reserved -= 1000
+        guard.record("eval")
+        assert gpu.reserved == whole - 300
+    with take(ledger, 4000) as reservation:
+        gpu = StrawGpu(tmp_path, others_mb=9000)
+        guard, _ = guarded(reservation, gpu)
+        guard.record("load")
+        assert len(gpu.claims) == 1
+
+
 def test_on_unified_memory_nothing_is_claimed(tmp_path: Path) -> None:
     """The control of the claim: the pages are the CPU's too."""
     ledger = make_ledger(tmp_path, device(memory_type='"unified"'))

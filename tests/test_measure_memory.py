@@ -110,7 +110,9 @@ def test_on_cuda_what_graphs_keep_is_beside_the_tensors_of_launched_passes(
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: figures["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * figures["allocated"])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     meter = CudaMeter(torch.device("cuda", 0))
     for _ in range(2):  # a new block starts anew
         with meter.measuring():
@@ -123,6 +125,17 @@ def test_on_cuda_what_graphs_keep_is_beside_the_tensors_of_launched_passes(
         meter.phase_ended()
     assert meter.peak_bytes() == 7 * MIB
     assert len(resets) == 2 * 5 + 2
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert meter.peak_bytes() == 3 * 7 * MIB, "blocks that are never given back are a need"
+
+
+def test_a_configuration_whose_graphs_have_no_memory_is_no_point_of_the_model(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, what = measurer(base), Configuration(1, 1, 16)
+    assert it.point(what) is not None
+    monkeypatch.setattr(Measurer, "measure", lambda self, what: Measured(MIB, 0.1, without_graph=1))
+    assert it.point(what) is None
 
 
 # ---------------------------------------------------------------------- one configuration

@@ -19,6 +19,7 @@ from gshare.agent.jobs.memory_profile import (
     make_profile,
     profile_key,
     read_profile,
+    read_profile_file,
     write_profile,
 )
 from gshare.agent.jobs.pass_load import PassLoad, label_rung, rung
@@ -260,6 +261,7 @@ def broken(change: dict[str, Any]) -> bytes:
             "do not fit",
         ),
         (msgspec.json.encode(profile("another base")), "another base"),
+        (broken({"key": msgspec.to_builtins(profile().key) | {"format": 1}}), "of format 1, .* measure it"),
     ],
 )
 def test_a_damaged_profile_is_named_and_never_used(tmp_path: Path, data: bytes, says: str) -> None:
@@ -268,6 +270,15 @@ def test_a_damaged_profile_is_named_and_never_used(tmp_path: Path, data: bytes, 
     with pytest.raises(DamagedProfile, match=says) as caught:
         read_profile(tmp_path, profile().key)
     assert str(path) in str(caught.value)
+
+
+def test_a_file_of_an_older_format_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(msgspec.json.encode(profile()))
+    assert read_profile_file(path) == profile()
+    path.write_bytes(broken({"key": msgspec.to_builtins(profile().key) | {"format": 1}}))
+    with pytest.raises(DamagedProfile, match="of format 1, this version reads"):
+        read_profile_file(path)
 
 
 def test_an_unreadable_profile_is_damaged_too(tmp_path: Path) -> None:

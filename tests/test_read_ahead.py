@@ -200,3 +200,17 @@ def test_who_leaves_waits_for_no_read_and_nothing_of_it_is_kept(
     assert len(reading.given) == AHEAD + 1, "no other was begun"
     assert [one() for one in reading.given if one() is not None] == [taken]
     assert ahead.take(PATHS[3]).job == PATHS[3].name, "who comes late is served"
+
+
+def test_where_no_thread_can_be_started_each_is_read_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / str(number) for number in range(3)]
+    monkeypatch.setattr(read_ahead, "load_checkpoint", lambda path: Snapshot(path.name, 0, {}, {}, {}))
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with ReadAhead(paths) as ahead:
+        assert [ahead.take(path).job for path in paths] == ["0", "1", "2"]

@@ -18,7 +18,12 @@ from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.service import registry
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.breadcrumb import _SLOT, FILE_NAME, Breadcrumb, read_breadcrumb
-from gshare.agent.service.environment import _has_avx512, trainer_environment
+from gshare.agent.service.environment import (
+    _has_avx512,
+    _maps_pages,
+    pages_are_mapped,
+    trainer_environment,
+)
 from gshare.agent.service.hold import Joined
 from gshare.agent.service.journal import Journal, read_journal
 from gshare.agent.service.output_dir import LOCK_FILE, OutputClaim, RunRecord, check_output_dir
@@ -353,6 +358,22 @@ def test_an_output_dir_that_cannot_be_one(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- environment
+
+
+def test_pages_are_mapped_but_where_drivers_are_known_to_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = tmp_path / "none"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _maps_pages("6.8.0-31-generic", none)
+    assert not _maps_pages("5.15.90.1-microsoft-standard-WSL2", none)
+    assert not _maps_pages("6.8.0-31-generic", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8f3d")
+    assert not _maps_pages("6.8.0-31-generic", none)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for value, mapped in (("backend:native,expandable_segments:True", True), ("backend:native", False)):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
+        assert pages_are_mapped() is mapped
 
 
 def test_the_environment_sets_strict_mkl_whatever_the_caller_has(

@@ -3,8 +3,9 @@
     estimate = choose_estimate(shape, adapters, …, base=lambda: base_identity(directory), cards=plan.cards)
     estimate.source     # which one it is, and why it is not the other one
 
-Measured by `gshare estimate --measure`; what it measures is what the trainer does, so nothing has to be
-guessed for fragmentation, and the safety margin of the model is a part of its own.
+Measured by `gshare estimate --measure`; what it measures is what the trainer does. The allocator's mapped
+pages leave little between tensors (`agent/train/memory_meter.py`): the safety margin of the model, a part of
+its own, is for that too.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def measured_estimate(by_part: MemoryEstimate, load: PassLoad, profile: MemoryPr
         MemoryPart(
             "passes",
             max(0, predicted - known),
-            f"measured: {load.tokens:,} tokens, evaluation, updates and what the allocator holds on to",
+            f"measured: {load.tokens:,} tokens, evaluation, updates and what CUDA graphs keep",
         )
     )
     parts.append(

@@ -232,6 +232,8 @@ def _profile(path: Path, data: bytes, key: ProfileKey | None) -> MemoryProfile:
 
 def _fault(profile: MemoryProfile, key: ProfileKey) -> str:
     """What is wrong with a profile that was read; empty when nothing is."""
+    if profile.key.format != FORMAT:
+        return f"is of format {profile.key.format}, this version reads {FORMAT}; measure it again"
     if profile.key != key:
         return "is of another base, card or version than its name says"
     if not FOLDS <= len(profile.points) <= MAX_POINTS:

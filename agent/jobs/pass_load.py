@@ -59,7 +59,7 @@ class PassLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     adapter_bytes: int  # weights, gradients and the copy in the compute dtype
     optimizer_bytes: int
     largest_adapter: int  # `adapter_bytes` of the largest one: updates are made one adapter at a time
-    ranks: int  # r (padded on CUDA) times adapted linears of a layer, of the adapter with the most
+    ranks: int  # r times adapted linears of a layer, of the adapter with the most; on CUDA a pass's: `_ranks`
     logit_bytes: int  # of the rows that the head takes at once
     mask_bytes: int  # dropout's keep masks of the widest group of linears; 0 without dropout
 
@@ -77,8 +77,8 @@ def pass_load(
     coarse = is_launch_bound(shape.parameters)
     tokens = rung(pass_tokens, coarse=coarse) if estimate.device == "cuda" else pass_tokens
     compute = compute_bytes(base_dtype, estimate.device)
+    most = max((spec.r * len(spec.targets) for spec in adapters), default=0)
     dropping = any(spec.lora_dropout > 0 for spec in adapters)
-    rank = padded_rank if estimate.device == "cuda" else int
     # One byte a value of each linear's input, one group at a time: q, k and v read the same H values.
     widest = max(3 * shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size)
     return PassLoad(
@@ -88,7 +88,13 @@ def pass_load(
         adapter_bytes=estimate["adapters"],
         optimizer_bytes=estimate["optimizer"],
         largest_adapter=max((adapter_bytes(shape, spec, compute) for spec in adapters), default=0),
-        ranks=max((rank(spec.r) * len(spec.targets) for spec in adapters), default=0),
+        ranks=_ranks(adapters) if estimate.device == "cuda" else most,
         logit_bytes=estimate["logits"],
         mask_bytes=tokens * widest if dropping else 0,
     )
+
+
+def _ranks(adapters: Sequence[AdapterSpec]) -> int:
+    """Every row of a pass has room for the highest rank, padded, at each linear that anybody adapts."""
+    linears = {linear for spec in adapters for linear in spec.targets}
+    return padded_rank(max((spec.r for spec in adapters), default=0)) * len(linears)

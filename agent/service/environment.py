@@ -6,9 +6,13 @@ Set at the spawn of every trainer, and by whatever else runs the engine in its o
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import psutil
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_PAGES = "expandable_segments"
 
 
 def trainer_environment() -> dict[str, str]:
@@ -40,8 +44,20 @@ def _allocator() -> dict[str, str]:
     under a cap of 40: what the guard had claimed was one block with long-lived tensors in it, and could
     neither be joined nor given to the graphs.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return {} if any(os.environ.get(name) for name in names) else {names[0]: "expandable_segments:True"}
+    if any(os.environ.get(name) for name in _ALLOCATOR) or not _maps_pages():
+        return {}
+    return {_ALLOCATOR[0]: f"{_PAGES}:True"}
+
+
+def pages_are_mapped() -> bool:
+    """Whether torch's CUDA allocator maps pages in this process, as far as its environment says."""
+    return any(f"{_PAGES}:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR)
+
+
+def _maps_pages(release: str = platform.release(), tegra: Path = Path("/etc/nv_tegra_release")) -> bool:
+    """Not where drivers are known to refuse it: WSL, Jetson, and slices of a GPU (MIG)."""
+    sliced = "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return not (sliced or "microsoft" in release.lower() or tegra.exists())
 
 
 def usable_cores() -> int:

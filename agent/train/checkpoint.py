@@ -271,7 +271,7 @@ def load_checkpoint(path: Path) -> Snapshot:
     tensors: list[dict[str, Tensor]] = []
     for name in (ADAPTER_MODEL, OPTIMIZER):
         try:
-            tensors.append(load_safetensors(files[name]))
+            tensors.append(load_safetensors(files.pop(name)))
         except SafetensorError as error:
             raise GshareError(f"{path / name}: {error}") from error
     return Snapshot(record["job"], record["step"], tensors[0], tensors[1], record["state"])

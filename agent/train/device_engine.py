@@ -309,12 +309,14 @@ class DeviceEngine(Engine):
     def give_up_graphs(self) -> bool:
         """Those of passes of half as many tokens may come back: launches cost them the most."""
         held = [entry.buffers.shape.tokens for entry in self._entries.values() if entry.graph is not None]
-        if held:
-            torch.cuda.synchronize(self.base.device)
-            self._most_captured = max(held) // 2
+        if not held:
+            return False
+        torch.cuda.synchronize(self.base.device)
+        self._most_captured = max(held) // 2
+        self.without_graph += len(held)
         self._entries.clear()
         self._captures = GraphCapture(self.base.device)
-        return bool(held)
+        return True
 
     # ------------------------------------------------------------------ one pass
 

@@ -168,7 +168,7 @@ class Engine:
         self.cache: TrunkCache | None = None
         #: The highest rank that the kernels take.
         self.most_rank = sys.maxsize
-        #: Shapes of passes for whose CUDA graph there was no memory; they are launched.
+        #: CUDA graphs for which there was no memory, or that were given up for it.
         self.without_graph = 0
         self.passes = 0
         self.most_adapters = 0

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +55,7 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def raw(self) -> Iterator[Raw]:
         """Every tensor, with its bytes where they are."""
-        whole = [flat.detach().numpy().view(np.uint8).data for flat in self._flats]
+        whole = [flat.detach().view(torch.uint8).numpy().data for flat in self._flats]
         for name, (number, start, shape) in self._places.items():
             flat = self._flats[number]
             first, size = start * flat.element_size(), math.prod(shape) * flat.element_size()

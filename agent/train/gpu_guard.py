@@ -4,11 +4,13 @@
     guard.record("load"); …; guard.record("save")
 
 On a discrete GPU everything under the cap is allocated and given back to torch's own cache at once: the
-pages stay this process's, so no program outside the ledger can take what is reserved. That is a sum of bytes
-and no promise: a tensor needs its bytes in one piece, so long-lived ones in between can make an allocation
-fail below the cap. torch keeps tensors of up to 1 MiB in pages of their own, for which `SMALL_MB` is left
-unclaimed. So does it with what a CUDA graph takes: with everything claimed no graph could be captured under
-the cap (on an H200 a sweep of a small model went through passes of 251 tokens with the GPU idle).
+pages stay this process's, so no program outside the ledger can take what is reserved. Where torch maps pages
+(`trainer_environment`) it gives free ones back to the device before an allocation fails at the cap; they
+are claimed again at the next look. Otherwise what is reserved is a sum of bytes and no promise: a tensor
+needs its bytes in one piece, so long-lived ones in between can make an allocation fail below the cap. torch
+keeps tensors of up to 1 MiB in pages of their own, for which `SMALL_MB` is left unclaimed. So does it with
+what a CUDA graph takes: with everything claimed no graph could be captured under the cap (on an H200 a sweep
+of a small model went through passes of 251 tokens with the GPU idle).
 
 On the CPU (a simulated device) there is nothing to cap or to claim: the growth of the process is recorded.
 """
@@ -78,6 +80,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._peak = 0  # before the last claim
 
     def start(self) -> None:
         square = torch.ones(64, 64, device=self._device)
@@ -87,7 +90,7 @@ class CudaMemory:
         return _mb(torch.cuda.memory_reserved(self._device))
 
     def peak_mb(self) -> int:
-        return _mb(torch.cuda.max_memory_allocated(self._device))
+        return max(self._peak, _mb(torch.cuda.max_memory_allocated(self._device)))
 
     def total_mb(self) -> int:
         return _mb(torch.cuda.get_device_properties(self._device).total_memory)
@@ -96,6 +99,7 @@ class CudaMemory:
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def claim(self, mb: int) -> bool:
+        self._peak = self.peak_mb()
         try:
             torch.empty(mb << 20, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
@@ -191,6 +195,7 @@ class GpuGuard(NoGuard):
         self._kept = -KEEP_SECONDS
         self._recorded: dict[str, tuple[int, float]] = {}  # phase: MiB that torch held, time.monotonic()
         self._measured = False
+        self._claimed = 0  # what torch held when all was claimed, MiB; 0: nothing was
         self._context_mb = self._start() if memory.is_gpu else 0
         self._cap_and_claim()
         reservation.on_budget = self._budget_changed
@@ -200,6 +205,8 @@ class GpuGuard(NoGuard):
         held_then, then = self._recorded.get(phase, (-1, -math.inf))
         if held == held_then and now - then < RECORD_SECONDS:
             return
+        self._claim_again(held)
+        held = self._memory.held_mb()
         self._recorded[phase] = (held, now)
         try:
             listed = self._listed_mb()
@@ -287,14 +294,24 @@ class GpuGuard(NoGuard):
         if self._memory.is_gpu and self._reservation.device.memory_type == "discrete" and free > 0:
             self._claim(free)
 
+    def _claim_again(self, held: int) -> None:
+        """What torch has given back meanwhile. Not for less than `GROW_MB`, and without a word: whoever took
+        it stays within the reservation of nobody, and the next look tries again."""
+        missing = min(self._claimed, self._cap_mb - SMALL_MB) - held
+        if missing >= GROW_MB:
+            self._memory.claim(missing)
+
     def _set_cap(self) -> Cap:
         total = self._memory.total_mb()
         cap = self._reservation.cap(self._context_mb, total)
         self._memory.set_fraction(cap.fraction)
+        self._cap_mb = cap.mb
         return cap
 
     def _claim(self, mb: int) -> None:
+        self._claimed = self._memory.held_mb() + mb
         if not self._memory.claim(mb):
+            self._claimed = 0
             self._say(
                 "warning",
                 f"reservation {self._reservation.id}: {mb} MiB cannot be had in one piece, programs outside "

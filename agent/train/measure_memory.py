@@ -95,9 +95,9 @@ class Measurer:
         )
 
     def point(self, what: Configuration) -> Point | None:
-        """None: it runs out of memory."""
+        """None: it runs out of memory, or has none for its graphs: it takes less then, and longer."""
         measured = self.measure(what)
-        if measured is None:
+        if measured is None or measured.without_graph:
             return None
         specs = what.specs(checkpointing=self._checkpointing)
         return Point(

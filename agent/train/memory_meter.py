@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from gshare.agent.service.environment import pages_are_mapped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: CUDA's allocator hands out multiples of it.
@@ -30,7 +31,8 @@ class Meter(Protocol):
         ...
 
     def phase_ended(self) -> None:
-        """To be said after each step of a block: what captured passes keep is told from the rest by it."""
+        """To be said after each step of a block: what captured passes keep is told from the rest by it. A
+        step in which passes are captured needs one beside it in which they are launched."""
         ...
 
     def peak_bytes(self) -> int:
@@ -55,19 +57,22 @@ class CudaMeter:
     the pass told it). Graphs keep their pool as long as they live, and passes that are launched have tensors
     beside it.
 
+    Where the user has the allocator keep its blocks whole, what it reserves at most is the need.
+
     Free blocks are given back before a block begins. With them goes what a guard has claimed; the ledger's
     row stays, and so does the cap.
     """
 
     def __init__(self, device: torch.device) -> None:
+        assert device.index is not None
         self._device = device
-        self._tensors = self._graphs = 0
+        self._tensors = self._graphs = self._reserved = 0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         self._empty()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._tensors = self._graphs = 0
+        self._tensors = self._graphs = self._reserved = 0
         try:
             yield
         finally:
@@ -79,10 +84,11 @@ class CudaMeter:
             self._graphs = graphs
         else:
             self._tensors = max(self._tensors, torch.cuda.max_memory_allocated(self._device))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        return self._tensors + self._graphs
+        return self._tensors + self._graphs if pages_are_mapped() else self._reserved
 
     def _kept_by_graphs(self) -> int:
         return sum(

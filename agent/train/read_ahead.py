@@ -14,8 +14,8 @@ from types import TracebackType
 
 from gshare.agent.train.checkpoint import Snapshot, load_checkpoint
 
-#: Read at once, and so checkpoints in memory: as many as are written at once.
-AHEAD = 4
+#: Beside the one that is being taken in: no more checkpoints are in memory than while they are written.
+AHEAD = 3
 
 
 class ReadAhead:
@@ -40,8 +40,12 @@ class ReadAhead:
     def _read(self) -> None:
         while self._pool is not None and self._next and len(self._reading) < AHEAD:
             path = self._next.popleft()
-            if path not in self._reading:
+            if path in self._reading:
+                continue
+            try:
                 self._reading[path] = self._pool.submit(load_checkpoint, path)
+            except RuntimeError:  # no thread can be started here: `take` reads by itself
+                self._next.clear()
 
     def __enter__(self) -> ReadAhead:
         return self

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 from gshare.agent.train.flat_tensors import FlatTensors, Raw
 from torch import Tensor
@@ -29,7 +28,9 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
 
     The same tensors give the same bytes. KeyError: a tensor of another dtype.
     """
-    found = tensors.raw() if isinstance(tensors, FlatTensors) else map(_raw, tensors, tensors.values())
+    found = list(tensors.raw() if isinstance(tensors, FlatTensors) else map(_raw, tensors, tensors.values()))
+    if unknown := [one for one in found if one.dtype not in _NAMES]:
+        raise KeyError(f"{unknown[0].name}: {unknown[0].dtype} is no dtype of a checkpoint")
     ordered = sorted(found, key=lambda one: (_ORDER.index(one.dtype), one.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -57,8 +58,6 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
 
 
 def _raw(name: str, tensor: Tensor) -> Raw:
-    if tensor.dtype not in _NAMES:
-        raise KeyError(f"{tensor.dtype} is no dtype of a checkpoint")
     assert tensor.is_contiguous()
-    data = tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    data = tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
     return Raw(name, tensor.dtype, tuple(tensor.shape), data)
