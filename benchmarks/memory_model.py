@@ -46,6 +46,7 @@ from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
+from gshare.agent.jobs.pass_load import PassLoad
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.checkpointing import card_name
 from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
@@ -157,7 +158,7 @@ class Bench:
         return round(profile.memory.bound(self._load(members)) * trust)
 
     def predict(self, profile: MemoryProfile, members: list[Member]) -> float:
-        return profile.memory.predict(self._load(members))
+        return profile.memory.predict(self._load(members, all_labelled=True))
 
     def measure(self, members: list[Member], *, limit: int = 0) -> Measured | None:
         """None when it ran out of memory. `limit` 0: none but the device's."""
@@ -171,10 +172,11 @@ class Bench:
             if limit and self.base.device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, self.base.device)
 
-    def _load(self, members: list[Member]) -> Any:
+    def _load(self, members: list[Member], *, all_labelled: bool = False) -> PassLoad:
         return self._free.load(
             [member.spec for member in members],
             [length for member in members for length in member.lengths],
+            all_labelled=all_labelled,
         )
 
     def _meter(self, limit: int) -> Meter:

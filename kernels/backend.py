@@ -107,6 +107,11 @@ class Backend(Protocol):
         """nll (R,) fp32 and dh (R, H), or None without `scale`."""
         ...
 
+    def plan_cross_entropy(self, rows: int, head: torch.Tensor, *, training: bool) -> None:
+        """Whatever `cross_entropy` of R = `rows` would find out the first time, found out now, where nothing
+        of the pass is in memory yet."""
+        ...
+
 
 def pick_backend(device: torch.device, *, exact: bool = True, plans: Path | None = None) -> Backend:
     """The backend of a device: Triton's on CUDA, the references elsewhere; `exact=False` is the control.

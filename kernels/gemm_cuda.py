@@ -70,9 +70,7 @@ class CudaGemm:
         """x (M, K) @ w (N, K)ᵀ → (M, N)."""
         if x.dtype != torch.bfloat16 or not self.exact:
             return self._other.linear(x, w)
-        key = ("linear", w.shape[0], w.shape[1], x.shape[0])
-        plan = self._plans.get(key) or self._choose(key, linear_reference, linear_triton, w)
-        return x @ w.t() if plan == "cublas" else linear_triton(x, w)
+        return x @ w.t() if self._plan_linear(x.shape[0], w) == "cublas" else linear_triton(x, w)
 
     def separable(self, w: torch.Tensor, at: int) -> bool:
         """As `RowInvariantGemm.separable`; true of bf16, where every product has the own GEMM's bits."""
@@ -82,9 +80,27 @@ class CudaGemm:
         """dy (M, N) @ w (N, K) → (M, K)."""
         if dy.dtype != torch.bfloat16 or not self.exact:
             return self._other.linear_dx(dy, w)
-        key = ("linear_dx", w.shape[1], w.shape[0], dy.shape[0])
-        plan = self._plans.get(key) or self._choose(key, linear_dx_reference, linear_dx_triton, w)
-        return dy @ w if plan == "cublas" else linear_dx_triton(dy, w)
+        return dy @ w if self._plan_linear_dx(dy.shape[0], w) == "cublas" else linear_dx_triton(dy, w)
+
+    def plan(self, rows: int, w: torch.Tensor, *, dx: bool) -> None:
+        """Compare now what `linear`, and with `dx` `linear_dx`, of `rows` rows would compare the first time:
+        that takes the memory of two such results, or of one and what it is made from."""
+        if w.dtype != torch.bfloat16 or not self.exact:
+            self._other.linear(w.new_zeros(1, w.shape[1]), w)  # checked once, for all numbers of rows
+            if dx:
+                self._other.linear_dx(w.new_zeros(1, w.shape[0]), w)
+            return
+        self._plan_linear(rows, w)
+        if dx:
+            self._plan_linear_dx(rows, w)
+
+    def _plan_linear(self, rows: int, w: torch.Tensor) -> Plan:
+        key = ("linear", w.shape[0], w.shape[1], rows)
+        return self._plans.get(key) or self._choose(key, linear_reference, linear_triton, w)
+
+    def _plan_linear_dx(self, rows: int, w: torch.Tensor) -> Plan:
+        key = ("linear_dx", w.shape[1], w.shape[0], rows)
+        return self._plans.get(key) or self._choose(key, linear_dx_reference, linear_dx_triton, w)
 
     def _choose(self, key: tuple[str, int, int, int], blas: Product, own: Product, w: torch.Tensor) -> Plan:
         _, outputs, reduced, rows = key

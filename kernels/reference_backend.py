@@ -192,6 +192,9 @@ class ReferenceBackend:
         self.calls["cross_entropy"] += 1
         return cross_entropy_reference(h, head, targets, scale, self.gemm)
 
+    def plan_cross_entropy(self, rows: int, head: torch.Tensor, *, training: bool) -> None:
+        """Its chunks are small."""
+
 
 def split_heads(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views q (T, Hq, D), k and v (T, Hkv, D) of qkv (T, (Hq + 2·Hkv)·D)."""

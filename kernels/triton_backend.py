@@ -22,6 +22,7 @@ from gshare.kernels.grouped_lora_backward_triton import lora_ds, lora_dx
 from gshare.kernels.grouped_lora_grads_triton import lora_grads
 from gshare.kernels.grouped_lora_triton import lora_expand, lora_shrink
 from gshare.kernels.layout import GROUPS, Group, Heads, Layout, LoraPlan, LoraSlot, Rotation
+from gshare.kernels.logit_chunks import chunk_rows
 from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.rms_norm_triton import (
     add_rms_norm,
@@ -254,3 +255,8 @@ class TritonBackend:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.calls["cross_entropy"] += 1
         return linear_cross_entropy(h, head, targets, scale, self.gemm)
+
+    def plan_cross_entropy(self, rows: int, head: torch.Tensor, *, training: bool) -> None:
+        step = chunk_rows(rows, head.shape[0], head.element_size())
+        for chunk in {min(step, rows - start) for start in range(0, rows, step)}:
+            self.gemm.plan(chunk, head, dx=training)

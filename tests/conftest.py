@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -41,6 +42,11 @@ def _set_environment() -> None:
     os.environ.update(trainer_environment())
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are decorated when their module is loaded
+        if platform.machine() == "x86_64":
+            # There a kernel's dot is numpy's. Of its code for different processors that for Haswell and Zen
+            # gives other bits to a sum that begins at another place, and some machines ask for it; this one
+            # runs everywhere.
+            os.environ["OPENBLAS_CORETYPE"] = "Prescott"
     os.environ.update(
         OMP_NUM_THREADS="2",
         OMP_WAIT_POLICY="PASSIVE",  # threads that spin between two operators take the cores of another test

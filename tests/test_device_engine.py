@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 
 import numpy as np
 from gshare.agent.base.config import ModelConfig
+from gshare.agent.base.decoder import Decoder
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
@@ -32,6 +33,7 @@ from gshare.agent.train.device_pass import NOBODY, PassBuffers
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.part import Part, Row
 from gshare.agent.train.rounds import Rounds
+from gshare.kernels import gemm
 from gshare.kernels.reference_backend import ReferenceBackend
 from gshare.kernels.triton_backend import TritonBackend
 
@@ -122,6 +124,29 @@ def test_losses_and_gradients_are_the_reference_engine_s(base: Base, packed: Out
         expected = gradients(reference, p.adapter)
         assert expected.norm() > 0.01
         assert (grads[p.adapter.name] - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_the_head_s_products_are_checked_before_a_pass_takes_memory(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the check takes, up to twice the logits, is on top of everything that the pass keeps."""
+    order: list[str] = []
+
+    def noted(owner: object, name: str, what: Callable[..., str]) -> None:
+        real = getattr(owner, name)
+
+        def note(*arguments: object, **options: object) -> object:
+            order.append(what(*arguments))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, note)
+
+    head = base.lm_head.dense().shape
+    noted(gemm, "choose_plan", lambda kind, product, x, w: f"check {kind}" * (w.shape == head))
+    noted(Decoder, "forward", lambda *arguments: "forward")
+    run(base, ["a"])
+    checked = [what for what in order if what]
+    assert checked == ["check linear", "check linear_dx", "forward"]
 
 
 def test_alone_and_packed_have_the_same_bits(base: Base, packed: Outcome) -> None:

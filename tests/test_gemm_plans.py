@@ -13,10 +13,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where the kernels are decorated
 
-from gshare.kernels import gemm_cuda, gemm_plans
+from gshare.kernels import gemm_cuda, gemm_plans, logit_chunks
 from gshare.kernels.gemm import linear_reference
 from gshare.kernels.gemm_cuda import CudaGemm, compare
 from gshare.kernels.gemm_plans import PlanCache
+from gshare.kernels.triton_backend import TritonBackend
 
 KEY = "a card, torch 2"
 #: Too many output tiles for `slow_without_split_k`, so that the two are compared.
@@ -149,3 +150,29 @@ def test_a_second_process_compares_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert new_process(path) == 1
     monkeypatch.setattr(gemm_cuda, "card_key", lambda device: None)
     assert new_process(path) == 1, "a version that nobody knows must not match"
+
+
+def test_what_the_head_compares_can_be_compared_before_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk's products, the last and shorter one's too; an evaluation has no gradient."""
+    compared: list[tuple[int, int]] = []
+
+    def counted(blas: object, own: object, rows: int, reduced: int, w: object) -> str:
+        compared.append((rows, reduced))
+        return "cublas"
+
+    monkeypatch.setattr(gemm_cuda, "forbid_split_k", lambda: True)
+    monkeypatch.setattr(gemm_cuda, "slow_without_split_k", lambda rows, outputs, reduced: False)
+    monkeypatch.setattr(gemm_cuda, "compare", counted)
+    monkeypatch.setattr(logit_chunks, "LOGITS_BYTES", 128 * SHAPE[0] * 2)  # 128 rows at a time
+    backend, head = TritonBackend(), torch.randn(*SHAPE).bfloat16()
+    backend.plan_cross_entropy(192, head, training=False)
+    assert sorted(compared) == [(64, SHAPE[1]), (128, SHAPE[1])]
+    backend.plan_cross_entropy(192, head, training=True)
+    assert sorted(compared[2:]) == [(64, SHAPE[0]), (128, SHAPE[0])]
+    known, targets = len(compared), torch.zeros(192, dtype=torch.int64)
+    backend.cross_entropy(torch.randn(192, SHAPE[1]).bfloat16(), head, targets, torch.ones(192))
+    assert len(compared) == known
+    backend.cross_entropy(torch.randn(64 + 256, SHAPE[1]).bfloat16(), head, targets.new_zeros(320), None)
+    assert len(compared) == known, "two chunks of 128 and one of 64"
+    backend.cross_entropy(torch.randn(32, SHAPE[1]).bfloat16(), head, targets[:32], None)
+    assert len(compared) == known + 1, "the control: rows that nobody asked about"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable
@@ -71,3 +72,25 @@ def test_the_meter_tells_what_graphs_keep_from_the_tensors_of_launched_passes() 
         assert 64 * mib <= meter.peak_bytes() - before - (32 + 64) * mib <= (64 + 24) * mib
         assert len(stays) == 32 * mib
         del captured, captures, stays
+
+
+def test_captures_that_are_gone_leave_no_memory() -> None:
+    """cuBLAS's workspace for the stream they are made on is in nobody's graph."""
+    device = torch.device("cuda", 0)
+    x = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
+
+    def left(captures: GraphCapture) -> tuple[int, int]:
+        captured = captures.capture(lambda: x @ x)
+        assert captured is not None
+        captured[0].replay()
+        del captured, captures
+        gc.collect()
+        torch.cuda.empty_cache()
+        pools = [
+            s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)
+        ]
+        return torch.cuda.memory_allocated(device), sum(pools)
+
+    first = left(GraphCapture(device))
+    for _ in range(3):
+        assert left(GraphCapture(device)) == first

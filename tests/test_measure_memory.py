@@ -124,7 +124,16 @@ def test_on_cuda_what_graphs_keep_is_beside_the_tensors_of_launched_passes(
         figures.update(allocated=7 * MIB, graphs=0)
         meter.phase_ended()
     assert meter.peak_bytes() == 7 * MIB
-    assert len(resets) == 2 * 5 + 2
+    figures.update(graphs=30 * MIB)  # of another engine: what is in its tensors is in the figures of all
+    with meter.measuring():
+        for allocated, graphs in ((50, 30), (95, 45), (60, 45)):
+            figures.update(allocated=allocated * MIB, graphs=graphs * MIB)
+            meter.phase_ended()
+    assert meter.peak_bytes() == (60 + 45 - 30) * MIB
+    figures.update(allocated=7 * MIB)
+    with meter.measuring():
+        meter.phase_ended()
+    assert len(resets) == 2 * 5 + 2 + 4 + 2
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     assert meter.peak_bytes() == 3 * 7 * MIB, "blocks that are never given back are a need"
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from gshare.agent.jobs import memory_model, memory_profile
 from gshare.agent.jobs.least_squares import RelativeSystem
+from gshare.agent.jobs.memory import Device, ModelShape, estimate_run
 from gshare.agent.jobs.memory_grid import MOST_RANKS, RANKS, grid
 from gshare.agent.jobs.memory_model import FOLDS, SAFETY_MARGIN, fit_memory, fit_seconds, fit_terms
 from gshare.agent.jobs.memory_profile import (
@@ -22,7 +23,8 @@ from gshare.agent.jobs.memory_profile import (
     read_profile_file,
     write_profile,
 )
-from gshare.agent.jobs.pass_load import PassLoad, label_rung, rung
+from gshare.agent.jobs.pass_load import PassLoad, label_rung, pass_load, rung
+from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.service.environment import trainer_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,6 +158,33 @@ def test_rungs() -> None:
     few = [label_rung(n, coarse=True) for n in (0, 64, 65, 513, 2048, 2049, 4097)]
     assert few == [64, 64, 128, 1024, 2048, 3072, 5120]
     assert [label_rung(n) for n in (1, 513, 8193)] == [64, 640, 8704]
+
+
+def test_logits_are_those_of_the_labels_or_the_most_there_may_be() -> None:
+    """Of 49,152 words in bf16 4,096 rows are one chunk, 4,097 are two."""
+    shape = ModelShape(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+
+    def rows(tokens: int, labels: int | None, device: Device = "cuda") -> float:
+        spec = AdapterSpec(name="a", data="d", output_dir="o")
+        options: dict[str, Any] = {"base_dtype": "bf16", "pass_tokens": tokens, "longest_row": 64}
+        estimate = estimate_run(shape, [spec], device=device, **options)
+        found = pass_load(shape, [spec], estimate, labels=labels, **options)
+        assert device == "cuda" or found.logit_bytes == estimate["logits"]
+        return found.logit_bytes / (49152 * 2)
+
+    assert [rows(8192, n) for n in (1, 4096, 4097, 6000, 8192)] == [128, 4096, 2560, 3072, 4096]
+    assert rows(1280, 1100) == 1280, "padded to 2,048, but to no more rows than the pass has"
+    assert [rows(n, None) for n in (300, 1270, 4097, 8192)] == [384, 1280, 4096, 4096]
+    assert rows(8192, 1, "cpu") == rows(8192, None, "cpu")
 
 
 # ---------------------------------------------------------------------- the file

@@ -34,7 +34,7 @@ from gshare.agent.service.environment import trainer_environment
 from gshare.kernels.numerics import NUMERICS
 
 #: Changes with the meaning of a field: an older file is another key's, and is never read.
-FORMAT = 2
+FORMAT = 3
 #: A profile of 26 points is 8 KiB.
 MAX_BYTES = 1 << 20
 MAX_POINTS = 512

@@ -13,6 +13,7 @@ from gshare.agent.jobs.memory import (
     is_launch_bound,
 )
 from gshare.agent.jobs.spec import AdapterSpec, BaseDtype
+from gshare.kernels.logit_chunks import chunk_rows, most_rows
 
 
 def rung(rows: int, *, coarse: bool = False) -> int:
@@ -72,8 +73,13 @@ def pass_load(
     base_dtype: BaseDtype,
     pass_tokens: int,
     longest_row: int,
+    labels: int | None = None,
 ) -> PassLoad:
-    """The load of a run whose analytic `estimate` was made from the same arguments."""
+    """The load of a run whose analytic `estimate` was made from the same arguments.
+
+    `labels`: tokens of the pass that are predicted; None: as many as the head takes most memory for, which
+    need not be all (`logit_chunks.py`).
+    """
     coarse = is_launch_bound(shape.parameters)
     tokens = rung(pass_tokens, coarse=coarse) if estimate.device == "cuda" else pass_tokens
     compute = compute_bytes(base_dtype, estimate.device)
@@ -89,9 +95,19 @@ def pass_load(
         optimizer_bytes=estimate["optimizer"],
         largest_adapter=max((adapter_bytes(shape, spec, compute) for spec in adapters), default=0),
         ranks=_ranks(adapters) if estimate.device == "cuda" else most,
-        logit_bytes=estimate["logits"],
+        logit_bytes=_logit_bytes(shape, compute, tokens, labels, coarse=coarse)
+        if estimate.device == "cuda"
+        else estimate["logits"],
         mask_bytes=tokens * widest if dropping else 0,
     )
+
+
+def _logit_bytes(shape: ModelShape, compute: int, tokens: int, labels: int | None, *, coarse: bool) -> int:
+    if labels is None:
+        rows = most_rows(tokens, shape.vocab_size, compute)
+    else:
+        rows = chunk_rows(min(label_rung(labels, coarse=coarse), tokens), shape.vocab_size, compute)
+    return rows * shape.vocab_size * compute
 
 
 def _ranks(adapters: Sequence[AdapterSpec]) -> int:

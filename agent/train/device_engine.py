@@ -199,6 +199,10 @@ class DeviceEngine(Engine):
         if plan.trunk:
             self._reserve_states(sum(len(row.tokens) for row in plan.trunk))
             kept = fill_states(self.cache, plan, self._states, self._run_rows)
+        if not entry.runs:
+            self.backend.plan_cross_entropy(
+                buffers.shape.labels, self.base.lm_head.dense(), training=training
+            )
         entry.version += 1
         buffers.upload(
             prepared.counts,

@@ -7,18 +7,20 @@ default no thread may wait for a copy while one captures, as those do that write
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 from gshare.agent.train.out_of_memory import is_out_of_memory
 
+_known = threading.local()
+
 
 class GraphCapture:
-    """Captures one after the other, on a stream of its own; all graphs share their memory."""
+    """Captures one after the other, on this thread's stream for it; all graphs share their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
         # Whose memory the others share. It is kept: torch refuses a pool of which no graph is left, and all
         # graphs of an engine go when its arena grows.
         self._first: torch.cuda.CUDAGraph | None = None
@@ -44,10 +46,8 @@ class GraphCapture:
 
     def _try(self, launch: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
         pool = () if self._first is None else (self._first.pool(),)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(_stream(self._device)):
             graph.capture_begin(*pool, capture_error_mode="thread_local")
             try:
                 output = launch()
@@ -56,3 +56,21 @@ class GraphCapture:
         if self._first is None:
             self._first = graph
         return graph, output
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """On which this thread captures, whoever asks.
+
+    cuBLAS keeps a workspace for each stream and thread that it has worked for, for ever: 33 MiB as the
+    trainer has it set. It is made here and not in a capture: in a graph's memory it would keep that from
+    being given back, long after the graph.
+    """
+    streams: dict[torch.device, torch.cuda.Stream] = _known.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(streams[device]):
+            for dtype in (torch.bfloat16, torch.float32):
+                square = torch.zeros(64, 64, dtype=dtype, device=device)
+                torch.mm(square, square)
+        torch.cuda.synchronize(device)
+    return streams[device]

@@ -77,8 +77,11 @@ class Measurer:
                 return None
         return Measured(self._meter.peak_bytes(), seconds, without_graph)
 
-    def load(self, specs: Sequence[AdapterSpec], lengths: Sequence[int]) -> PassLoad:
-        """What a model is asked of a pass with rows of these lengths."""
+    def load(
+        self, specs: Sequence[AdapterSpec], lengths: Sequence[int], *, all_labelled: bool = False
+    ) -> PassLoad:
+        """What a model is asked of a pass with rows of these lengths. `all_labelled`: of every row all tokens
+        but the first are predicted; else nobody knows, as of a run's data."""
         shape = ModelShape.of(self._base.config)
         tokens, longest = sum(lengths), max(lengths)
         base_dtype = cast(BaseDtype, self._base.base_dtype)
@@ -91,7 +94,13 @@ class Measurer:
             longest_row=longest,
         )
         return pass_load(
-            shape, specs, estimate, base_dtype=base_dtype, pass_tokens=tokens, longest_row=longest
+            shape,
+            specs,
+            estimate,
+            base_dtype=base_dtype,
+            pass_tokens=tokens,
+            longest_row=longest,
+            labels=tokens - len(lengths) if all_labelled else None,
         )
 
     def point(self, what: Configuration) -> Point | None:
@@ -101,7 +110,7 @@ class Measurer:
             return None
         specs = what.specs(checkpointing=self._checkpointing)
         return Point(
-            load=self.load(specs, [what.length] * (what.adapters * what.batch)),
+            load=self.load(specs, [what.length] * (what.adapters * what.batch), all_labelled=True),
             batch=what.batch,
             length=what.length,
             peak_bytes=measured.peak_bytes,

@@ -57,7 +57,8 @@ class CudaMeter:
     the pass told it). Graphs keep their pool as long as they live, and passes that are launched have tensors
     beside it.
 
-    Where the user has the allocator keep its blocks whole, what it reserves at most is the need.
+    Where the user has the allocator keep its blocks whole, what it reserves at most is the need. Of graphs
+    that were there before a block begins their tensors count.
 
     Free blocks are given back before a block begins. With them goes what a guard has claimed; the ledger's
     row stays, and so does the cap.
@@ -66,13 +67,14 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         assert device.index is not None
         self._device = device
-        self._tensors = self._graphs = self._reserved = 0
+        self._tensors = self._graphs = self._graphs_before = self._reserved = 0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         self._empty()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._tensors = self._graphs = self._reserved = 0
+        self._tensors = self._reserved = 0
+        self._graphs = self._graphs_before = self._kept_by_graphs()
         try:
             yield
         finally:
@@ -88,7 +90,9 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        return self._tensors + self._graphs if pages_are_mapped() else self._reserved
+        if not pages_are_mapped():
+            return self._reserved
+        return self._tensors + self._graphs - self._graphs_before
 
     def _kept_by_graphs(self) -> int:
         return sum(
