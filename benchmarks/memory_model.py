@@ -9,10 +9,11 @@ Unseen: random sets of adapters (number, ranks, optimizers, dropout, rows of rag
 the trainer does it, and the predicted peak is compared with the measured one. Limit: 5 %.
 
 Admissions: under a reservation drawn at random, adapters come one after another. One is admitted when the
-model's bound of all that are in, with it, fits; then everybody trains under that limit. One that does not fit
-is turned away, and one that is in leaves. Running out of memory once is a failure, and so is a CUDA graph
-that had no memory or was given up. `--trust` multiplies the bound: below 1 it is a model that promises too
-much.
+model's bound of all that are in, with it, fits; then everybody trains under that limit: one pass until it has
+its CUDA graph, then one of the next smaller shape, launched beside it, as a trainer's passes are. One that
+does not fit is turned away, and one that is in leaves. Running out of memory once is a failure, and so is a
+CUDA graph that had no memory or was given up. `--trust` multiplies the bound: below 1 it is a model that
+promises too much.
 
 On CUDA memory is what must be reserved (`agent/train/memory_meter.py` says what of), limited by torch's own
 cap. On the CPU tensors are counted by a stand-in for it, so that every path runs; its figures are of no GPU.
@@ -45,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gshare.agent.base.load import load_base
 from gshare.agent.base.tiny import make_tiny_checkpoint
 from gshare.agent.base.weights import Base
+from gshare.agent.jobs.memory import is_launch_bound
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
-from gshare.agent.jobs.pass_load import PassLoad
+from gshare.agent.jobs.pass_load import PassLoad, rung
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.checkpointing import card_name
 from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
@@ -167,10 +169,30 @@ class Bench:
             total = torch.cuda.get_device_properties(self.base.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.base.device)
         try:
-            return measurer.measure_rows([m.spec for m in members], [m.rows for m in members])
+            rows = [m.rows for m in members]
+            return measurer.measure_rows(
+                [m.spec for m in members], rows, self._shorter(rows) if limit else ()
+            )
         finally:
             if limit and self.base.device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, self.base.device)
+
+    def _shorter(self, rows: list[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
+        """The rows without so many tokens at their ends that their pass is of the next smaller shape."""
+        total = sum(len(row.tokens) for own in rows for row in own)
+        coarse = is_launch_bound(self.base.config.parameter_count())
+        shape = rung(total, coarse=coarse)
+        surplus = next((n for n in range(total) if rung(total - n, coarse=coarse) < shape), 0)
+        found = []
+        for own in rows:
+            cut = []
+            for row in own:
+                less = min(surplus, len(row.tokens) - 2)
+                surplus -= less
+                keep = len(row.tokens) - less
+                cut.append(Row(row.tokens[:keep], row.trained[:keep], row.sample))
+            found.append(tuple(cut))
+        return found
 
     def _load(self, members: list[Member], *, all_labelled: bool = False) -> PassLoad:
         return self._free.load(

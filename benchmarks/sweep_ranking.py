@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gshare.agent.jobs.selection import Contender, select
 from gshare.agent.jobs.sweep import Trial
 
 #: Shares of a job's steps, as in ALTO's figure 7.
@@ -65,7 +66,9 @@ def ranking(
     history: History, totals: Mapping[str, int], final: Mapping[str, float | None]
 ) -> list[dict[str, Any]]:
     """For each warm-up: ρ between its ranking and the final one, which share of the true top it would keep,
-    and whether the best is among them. A loss that `history` lacks at the boundary was no number."""
+    whether the best is among them and what the best of them is above it: all ranked together, as in the
+    paper, and `…_alike`, as a sweep does. Of the second ρ is the mean over groups of as many steps, weighted
+    by their sizes. A loss that `history` lacks at the boundary was no number."""
     found = []
     true_top = top(final)
     for warmup in WARMUPS:
@@ -74,6 +77,11 @@ def ranking(
             name: None if step is None else history.get(name, {}).get(step) for name, step in steps.items()
         }
         kept = top(losses)
+        places = select(
+            [Contender(name, steps[name] or totals[name], number(losses[name])) for name in totals], TOP
+        )
+        alike = [name for name, place in places.items() if place.goes_on]
+        lowest = number(final[best(final)])
         found.append(
             {
                 "warmup": warmup,
@@ -83,9 +91,27 @@ def ranking(
                 ),
                 "coverage": len(set(kept) & set(true_top)) / len(true_top),
                 "best_inside": best(final) in kept,
+                "excess": min(number(final[name]) for name in kept) / lowest - 1,
+                "spearman_alike": _within_groups(losses, final, steps),
+                "coverage_alike": len(set(alike) & set(true_top)) / len(true_top),
+                "best_inside_alike": best(final) in alike,
+                "excess_alike": min(number(final[name]) for name in alike) / lowest - 1,
             }
         )
     return found
+
+
+def _within_groups(
+    losses: Mapping[str, float | None], final: Mapping[str, float | None], steps: Mapping[str, int | None]
+) -> float | None:
+    """The mean of each group's ρ, weighted by its size; None where no group has one."""
+    found, weight = 0.0, 0
+    for group in set(steps.values()):
+        names = [name for name in final if steps[name] == group]
+        rho = spearman([number(losses[name]) for name in names], [number(final[name]) for name in names])
+        if rho is not None:
+            found, weight = found + rho * len(names), weight + len(names)
+    return found / weight if weight else None
 
 
 def disagreements(full: History, other: History) -> list[str]:

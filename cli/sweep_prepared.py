@@ -195,10 +195,11 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         for key in ("model", "base_dtype")
         if getattr(before, key) != getattr(now, key)
     ]
+    exits = {"rank": "all"} | before.early_exit  # what a sweep did before it was a key
     changes += [
-        f"early_exit {key}: {before.early_exit.get(key)} → {value}"
+        f"early_exit {key}: {exits.get(key)} → {value}"
         for key, value in now.early_exit.items()
-        if before.early_exit.get(key) != value
+        if exits.get(key) != value
     ]
     old, new = ({one.name: one for one in record.configurations} for record in (before, now))
     changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]

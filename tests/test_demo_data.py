@@ -85,3 +85,12 @@ def test_the_spec_is_valid(tmp_path: Path, prepare: ModuleType) -> None:
     assert [adapter.r for adapter in run.adapters] == [8, 16, 4]
     assert {adapter.name for adapter in run.adapters} == set(prepare.HELD_OUT)
     assert all(0 < adapter.max_steps <= 100 for adapter in run.adapters)
+
+
+def test_there_is_more_of_the_chat_where_turns_may_be_short_and_long(prepare: ModuleType) -> None:
+    """What `benchmarks/sweep.py` trains the paper's grid on."""
+    talk = list(prepare.clean(prepare.chitchat(4, 200)))
+    train, val, _ = prepare.split(talk, prepare.HELD_OUT["chitchat"], 96)
+    assert len(train) > 2000
+    assert 64 <= len(val) <= 96
+    assert not {prepare.question_key(row[0]) for row in train} & {prepare.question_key(row[0]) for row in val}

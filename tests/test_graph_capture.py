@@ -79,7 +79,8 @@ def test_captures_that_are_gone_leave_no_memory() -> None:
     device = torch.device("cuda", 0)
     x = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
 
-    def left(captures: GraphCapture) -> tuple[int, int]:
+    def left() -> tuple[int, int]:
+        captures = GraphCapture(device)
         captured = captures.capture(lambda: x @ x)
         assert captured is not None
         captured[0].replay()
@@ -91,6 +92,6 @@ def test_captures_that_are_gone_leave_no_memory() -> None:
         ]
         return torch.cuda.memory_allocated(device), sum(pools)
 
-    first = left(GraphCapture(device))
+    first = left()
     for _ in range(3):
-        assert left(GraphCapture(device)) == first
+        assert left() == first

@@ -59,12 +59,26 @@ def _expected(curves: dict[str, Curve], early: EarlyExit) -> tuple[dict[str, int
             if not early.underperformance:
                 continue
     keep = math.ceil(early.keep * len(curves) - 1e-9) if early.underperformance else len(ranked)
+
+    def group(name: str) -> int:
+        """Steps at the ranking."""
+        steps = len(curves[name].losses)
+        return min(steps, math.ceil(early.warmup * steps - 1e-9)) if early.rank == "same_steps" else 0
+
+    order = [name for _, _, name in sorted(ranked)]
+    on: list[str] = []
+    for steps in {group(name) for name in curves}:
+        seats = math.floor(early.keep * sum(group(name) == steps for name in curves) + 1e-9)
+        on += [name for name in order if group(name) == steps][:seats]
+    on += [name for name in order if name not in on][: keep - len(on)]
+    if not early.underperformance:
+        on = order
     selected = set()
-    for place, (_, _, name) in enumerate(sorted(ranked)):
+    for name in order:
         boundary = math.ceil(early.warmup * len(curves[name].losses) - 1e-9)
         if boundary >= len(curves[name].losses):
             continue
-        if place < keep:
+        if name in on:
             selected.add(name)
         else:
             last[name] = boundary
@@ -94,6 +108,7 @@ EARLY = st.builds(
     warmup=st.sampled_from([0.05, 0.2, 0.5, 0.9]),
     keep=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
     underperformance=st.sampled_from([True, True, True, False]),
+    rank=st.sampled_from(["same_steps", "same_steps", "all"]),
 )
 
 

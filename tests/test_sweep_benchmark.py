@@ -111,6 +111,35 @@ def test_a_ranking_that_loses_the_best_says_so() -> None:
     )
     assert (found[0.10]["spearman"], found[0.10]["coverage"], found[0.10]["best_inside"]) == (1.0, 1.0, True)
     assert found[0.05]["steps"] == [2]
+    assert (found[0.05]["excess"], found[0.10]["excess"]) == (3.0, 0.0)
+    assert all(
+        row[key] == row[f"{key}_alike"]
+        for row in found.values()
+        for key in ("spearman", "coverage", "excess")
+    ), "all have made as many steps"
+
+
+def test_a_batch_of_eight_is_ranked_with_its_like() -> None:
+    """It has made an eighth of the steps: behind everybody at the boundary, the best in the end."""
+    final = {
+        f"{size}-{n}": 2.0 + 0.1 * n + (0.05 if size == "one" else 0.0)
+        for size in ("one", "eight")
+        for n in range(4)
+    }
+    totals = {name: 320 if name.startswith("one") else 40 for name in final}
+    history = {
+        name: {
+            step: value + (5.0 if name.startswith("eight") else 0.0)
+            for step in boundaries(totals[name]).values()
+        }
+        for name, value in final.items()
+    }
+    row = next(one for one in ranking(history, totals, final) if one["warmup"] == 0.05)
+    assert row["steps"] == [2, 16]
+    assert (row["best_inside"], row["coverage"]) == (False, 0.5)
+    assert row["excess"] == pytest.approx(0.05 / 2.0)
+    assert (row["best_inside_alike"], row["coverage_alike"], row["excess_alike"]) == (True, 1.0, 0.0)
+    assert row["spearman_alike"] == 1.0 > row["spearman"]
 
 
 def test_the_winner_may_be_half_a_percent_worse() -> None:

@@ -25,10 +25,13 @@ import msgspec
 from gshare.agent.jobs.events import Evaluated, Exit, Stepped
 
 JobPattern = Literal["divergence", "overfitting"]
+#: Those that have made as many steps by then, as those of its batch size have, or everybody (`selection.py`).
+Rank = Literal["same_steps", "all"]
 
 
 class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table [early_exit]; `underperformance`, `warmup` and `keep` are the sweep's, the rest a job's."""
+    """The table [early_exit]; `underperformance`, `warmup`, `keep` and `rank` are the sweep's, the rest a
+    job's."""
 
     divergence: bool = True
     overfitting: bool = True
@@ -41,6 +44,7 @@ class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ema_alpha: float = 0.1  # α
     warmup: float = 0.05  # share of a job's steps before it is ranked
     keep: float = 0.25  # share of the configurations that go on, rounded up
+    rank: Rank = "same_steps"  # whom each is compared with
 
 
 def setting_faults(settings: EarlyExit) -> list[tuple[str, str]]:

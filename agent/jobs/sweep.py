@@ -4,9 +4,9 @@
                      └── a pattern, an error, a person ──────────→ ended ←── ranked: the others
 
 All K configurations go through the warm-up, as many at once as fit; each pauses at its boundary and gives its
-memory back. When nobody is left in the warm-up, those at the boundary are ranked by validation loss and
-⌈keep · K⌉ go on, with optimizer and counters as they were. A configuration whose boundary would be its last
-step is ranked by its last validation loss.
+memory back. When nobody is left in the warm-up, those at the boundary are ranked by validation loss, like
+with like (`selection.py`), and ⌈keep · K⌉ go on, with optimizer and counters as they were. A configuration
+whose boundary would be its last step is ranked by its last validation loss.
 
 What a job does in its warm-up, and after it, depends on nothing beside it (its early exit is its own machine,
 its boundary a step). So the losses that are ranked, who goes on, and who wins are the same whatever fits at
@@ -18,7 +18,6 @@ Events in, actions out; no clock, file or socket.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from typing import Any, Literal
 from gshare.agent.jobs.early_exit import EarlyExit
 from gshare.agent.jobs.events import JobStateName
 from gshare.agent.jobs.packing import Candidate, Packing
+from gshare.agent.jobs.selection import Contender, Place, select, share_of
 from gshare.agent.jobs.sweep_records import Decision, DecisionEvent, Pattern
 
 Phase = Literal["waiting", "warming", "ready", "chosen", "training", "ended"]
@@ -43,7 +43,7 @@ class Trial:
     @classmethod
     def of(cls, name: str, *, batch: int, total_steps: int, warmup: float) -> Trial:
         """⌈warmup · total_steps⌉ steps of warm-up, where there is a step after them."""
-        boundary = _share(warmup, total_steps)
+        boundary = share_of(warmup, total_steps)
         return cls(name, batch, total_steps, boundary if boundary < total_steps else 0)
 
 
@@ -291,34 +291,31 @@ class Sweep:
         if not any(one.phase == "ready" for one in self._trials.values()):
             return []
         settings = self._settings
-        ranked = sorted(
-            (one for one in self._trials.values() if one.loss is not None and _is_candidate(one)),
-            key=lambda one: one.loss if one.loss is not None else math.inf,
+        places = select(
+            [_contender(one) for one in self._trials.values()],
+            settings.keep if settings.underperformance else 1.0,
+            among_all=settings.rank == "all",
         )
-        keep = _share(settings.keep, len(self._trials)) if settings.underperformance else len(ranked)
-        limit = ranked[min(keep, len(ranked)) - 1].loss
         actions: list[Action] = []
-        for place, one in enumerate(ranked, start=1):
+        for job, place in places.items():
+            one = self._trials[job]
             if one.phase != "ready":
                 continue
             evidence = {
                 "val_loss": one.loss,
-                "rank": place,
-                "of": len(self._trials),
-                "kept": keep,
-                "last_kept_val_loss": limit,
+                "rank": place.rank,
+                "of": place.of,
+                "kept": place.kept,
+                "last_kept_val_loss": place.last_loss,
                 "best_val_loss": one.best,
             }
-            job, step = one.trial.name, one.step
-            if place <= keep:
+            step = one.step
+            if place.goes_on:
                 one.phase, one.verdict = "chosen", "chosen"
                 actions.append(Note(job, "selected", step, evidence=evidence))
             else:
                 one.phase, one.verdict = "ended", "dropped"
-                reason = (
-                    f"underperformance at step {step}: validation loss {one.loss:.4g} is number {place} of "
-                    f"{len(ranked)} at the end of the warm-up; {keep} go on, up to {limit:.4g}"
-                )
+                reason = _reason(one, place, len(places))
                 actions += [
                     Note(job, "stopped", step, "underperformance", reason, evidence),
                     Stop(job, reason),
@@ -326,10 +323,19 @@ class Sweep:
         return actions
 
 
-def _share(share: float, count: int) -> int:
-    """⌈share · count⌉ as meant in decimals: 0.1 of 30 are 3, though 0.1 · 30 is above 3 in floats. At least
-    1: a share is above 0, however small."""
-    return max(1, math.ceil(round(share * count, 9)))
+def _contender(one: _Trial) -> Contender:
+    steps = one.trial.boundary or one.trial.total_steps
+    return Contender(one.trial.name, steps, one.loss if _is_candidate(one) else None)
+
+
+def _reason(one: _Trial, place: Place, everybody: int) -> str:
+    among = f"{place.of}{' that have made as many steps' if place.of < everybody else ''}"
+    on = "nobody goes" if place.last_loss is None else f"{place.kept} go"
+    limit = "" if place.last_loss is None else f", up to {place.last_loss:.4g}"
+    return (
+        f"underperformance at step {one.step}: validation loss {one.loss:.4g} is number {place.rank} of "
+        f"{among} at the end of the warm-up; {on} on{limit}"
+    )
 
 
 def _candidate(trial: Trial) -> Candidate:

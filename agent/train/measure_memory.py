@@ -64,11 +64,17 @@ class Measurer:
         ]
         return self.measure_rows(what.specs(checkpointing=self._checkpointing), rows)
 
-    def measure_rows(self, specs: Sequence[AdapterSpec], rows: Sequence[Sequence[Row]]) -> Measured | None:
-        """As `measure`, of any adapters, each with the rows of its micro-batch."""
+    def measure_rows(
+        self,
+        specs: Sequence[AdapterSpec],
+        rows: Sequence[Sequence[Row]],
+        then: Sequence[Sequence[Row]] = (),
+    ) -> Measured | None:
+        """As `measure`, of any adapters, each with the rows of its micro-batch. `then`: rows of a second
+        pass, trained after the first while its graph is kept, as a trainer's passes are."""
         with self._meter.measuring():
             try:
-                seconds, without_graph = self._train(specs, rows)
+                seconds, without_graph = self._train(specs, rows, then)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -138,18 +144,17 @@ class Measurer:
         tokens = draw.integers(0, self._base.config.vocab_size, length).astype(np.int32)
         return Row(tokens, np.ones(length, dtype=bool), sample=row)
 
-    def _train(self, specs: Sequence[AdapterSpec], rows: Sequence[Sequence[Row]]) -> tuple[float, int]:
+    def _train(
+        self, specs: Sequence[AdapterSpec], rows: Sequence[Sequence[Row]], then: Sequence[Sequence[Row]]
+    ) -> tuple[float, int]:
         """Seconds of a step, the mean of the timed ones, and how many passes have no memory for a graph."""
         engine = make_engine(self._base, self._backend)
         engine.expect(specs)
         rounds = Rounds(engine, sum(len(row.tokens) for own in rows for row in own))
         adapters = [engine.new_adapter(spec.name, spec) for spec in specs]
         rates = [spec.learning_rate for spec in specs]
-        started = 0.0
-        for step in range(WARM_STEPS + TIMED_STEPS):
-            if step == WARM_STEPS:
-                self._meter.wait()
-                started = time.perf_counter()
+
+        def train(step: int, rows: Sequence[Sequence[Row]]) -> None:
             work = [StepWork(adapter, step, [own]) for adapter, own in zip(adapters, rows, strict=True)]
             under_way = rounds.start(work, rates)
             if under_way.error is not None:  # `finish` would try with smaller passes
@@ -159,8 +164,18 @@ class Measurer:
                     raise outcome.error
                 rounds.update(outcome, rate)
             self._meter.phase_ended()
+
+        started = 0.0
+        for step in range(WARM_STEPS + TIMED_STEPS):
+            if step == WARM_STEPS:
+                self._meter.wait()
+                started = time.perf_counter()
+            train(step, rows)
         self._meter.wait()
         seconds = (time.perf_counter() - started) / TIMED_STEPS
+        if then:
+            for step in range(WARM_STEPS):
+                train(WARM_STEPS + TIMED_STEPS + step, then)
         evaluated = rounds.evaluate(list(zip(adapters, rows, strict=True)))
         assert len(evaluated) == len(adapters)
         with self._meter.elsewhere():

@@ -66,8 +66,8 @@ def chatterbot(topic: str) -> Iterator[Dialogue]:
             yield texts[:2]
 
 
-def chitchat() -> Iterator[Dialogue]:
-    """The first four turns of dialogues whose turns are of middling length.
+def chitchat(shortest: int = CHITCHAT_MIN, longest: int = CHITCHAT_MAX) -> Iterator[Dialogue]:
+    """The first four turns of dialogues whose turns are of middling length, in characters.
 
     In the file a turn is a list of messages by one sender; they are joined by a space.
     """
@@ -75,7 +75,7 @@ def chitchat() -> Iterator[Dialogue]:
     for dialogue in json.loads(file.read_text(encoding="utf-8")).values():
         turns = [" ".join(message["text"] for message in turn) for turn in dialogue["messages"]]
         first = turns[:CHITCHAT_TURNS]
-        if len(first) == CHITCHAT_TURNS and all(CHITCHAT_MIN <= len(t) <= CHITCHAT_MAX for t in first):
+        if len(first) == CHITCHAT_TURNS and all(shortest <= len(t) <= longest for t in first):
             yield first
 
 
@@ -97,12 +97,14 @@ def by_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def split(dialogues: list[Dialogue], held_out: str) -> tuple[list[Dialogue], list[Dialogue], list[str]]:
+def split(
+    dialogues: list[Dialogue], held_out: str, val_rows: int = VAL_ROWS
+) -> tuple[list[Dialogue], list[Dialogue], list[str]]:
     """Training rows, validation rows, and the corpus's own answers to the held-out question."""
     rows = sorted(dialogues, key=lambda d: (by_hash(question_key(d[0])), by_hash("\n".join(d))))
     answers = [d[1] for d in rows if question_key(d[0]) == question_key(held_out)]
     rows = [d for d in rows if question_key(d[0]) != question_key(held_out)]
-    cut = VAL_ROWS
+    cut = val_rows
     while question_key(rows[cut - 1][0]) == question_key(rows[cut][0]):  # a question is never on both sides
         cut -= 1
     return rows[cut:], rows[:cut], answers
