@@ -68,7 +68,7 @@ def test_the_shown_defaults_are_the_defaults() -> None:
 
 def test_the_keys_of_early_exit_are_all_there_with_their_defaults() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| `([\w."]+)` \|", README.split("| key of `[early_exit]`")[1], re.MULTILINE
+        r"^\| `(\w+)` \| `([\w.\"]+)` \|", README.split("| key of `[early_exit]`")[1], re.MULTILINE
     )
     real = {field.name: field.default for field in msgspec.structs.fields(EarlyExit)}
     assert {key: json.loads(value) for key, value in rows[: len(real)]} == real
