@@ -8,12 +8,13 @@
 #   make clean       removes what the others made (.venv included)
 #
 # VENV=dir puts the environment elsewhere, PYTHON=path picks the interpreter that makes it, JOBS=n shares the tests
-# between n processes, a file of them at a time; they wait so much that three keep two cores busy.
+# between n processes, a file of them at a time, the longest first (tests/conftest.py); they wait so much that three
+# keep two cores busy.
 
 SHELL := /bin/bash
 VENV ?= .venv
 JOBS ?= 3
-SHARED := -n $(JOBS) --dist loadfile
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 
 # The first interpreter that is new enough, once, and only when an environment must be made.

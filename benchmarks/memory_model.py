@@ -178,11 +178,14 @@ class Bench:
                 torch.cuda.set_per_process_memory_fraction(1.0, self.base.device)
 
     def _shorter(self, rows: list[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
-        """The rows without so many tokens at their ends that their pass is of the next smaller shape."""
+        """The rows without so many tokens at their ends that their pass is of the next smaller shape; none
+        where there is no smaller one."""
         total = sum(len(row.tokens) for own in rows for row in own)
         coarse = is_launch_bound(self.base.config.parameter_count())
         shape = rung(total, coarse=coarse)
         surplus = next((n for n in range(total) if rung(total - n, coarse=coarse) < shape), 0)
+        if not surplus:
+            return []
         found = []
         for own in rows:
             cut = []

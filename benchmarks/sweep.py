@@ -47,7 +47,7 @@ os.environ.update(trainer_environment())
 import torch
 from gshare.agent.base.resolve import find_demo_model
 from gshare.agent.base.tiny import make_tiny_checkpoint
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.service.journal import strict_json
 from gshare.cli.sweep_board import result_of
 from gshare.kernels.numerics import NUMERICS
@@ -252,7 +252,7 @@ def _report(
             "grid": args.grid,
             **{key: getattr(grid, key) for key in grid.__dataclass_fields__},
             "configurations": grid.configurations,
-            "early_exit": {key: getattr(EarlyExit(), key) for key in EarlyExit.__struct_fields__},
+            "early_exit": {key: getattr(SweepExit(), key) for key in SweepExit.__struct_fields__},
             "cadence": f"{grid.evaluations} evaluations of each configuration, evenly over its steps",
             "control": args.control,
         },

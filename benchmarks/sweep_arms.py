@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, Stepped
 from gshare.agent.jobs.packing import Candidate, Packing
 from gshare.agent.jobs.sweep import Action, Paused, Sweep, Trial
@@ -121,7 +121,7 @@ class Search:
         self.setting = setting
         self._folder = setting.folder / f"seed-{seed}"
         self.seed = seed
-        self.made = self._prepare("sweep", EarlyExit())
+        self.made = self._prepare("sweep", SweepExit())
         #: {configuration: steps in full}
         self.totals = {name: job.work.total_steps for name, job in self.made.jobs.items()}
         self.batches = {
@@ -171,7 +171,7 @@ class Search:
         of_size = {size: [n for n, b in self.batches.items() if b == size] for size in self.batches.values()}
         return [names[len(names) // 2] for names in of_size.values()]
 
-    def _prepare(self, arm: str, exits: EarlyExit) -> Prepared:
+    def _prepare(self, arm: str, exits: SweepExit) -> Prepared:
         directory = self._folder / arm
         directory.mkdir(parents=True)
         grid, setting = self.setting.grid, self.setting
@@ -195,7 +195,7 @@ class Search:
             "early_exit": {
                 key: value
                 for key, value in msgspec.to_builtins(exits).items()
-                if value != getattr(EarlyExit(), key)
+                if value != getattr(SweepExit(), key)
             },
         }
         path = directory / "sweep.toml"
@@ -258,7 +258,7 @@ class Search:
         return arm
 
 
-NO_EXITS = EarlyExit(divergence=False, overfitting=False, underperformance=False)
+NO_EXITS = SweepExit(divergence=False, overfitting=False, underperformance=False)
 
 
 def _whole(made: Prepared) -> list[Trial]:

@@ -81,7 +81,6 @@ def ranking(
             [Contender(name, steps[name] or totals[name], number(losses[name])) for name in totals], TOP
         )
         alike = [name for name, place in places.items() if place.goes_on]
-        lowest = number(final[best(final)])
         found.append(
             {
                 "warmup": warmup,
@@ -91,23 +90,33 @@ def ranking(
                 ),
                 "coverage": len(set(kept) & set(true_top)) / len(true_top),
                 "best_inside": best(final) in kept,
-                "excess": min(number(final[name]) for name in kept) / lowest - 1,
-                "spearman_alike": _within_groups(losses, final, steps),
+                "excess": _excess(final, kept),
+                "spearman_alike": _within_groups(losses, final, steps, totals),
                 "coverage_alike": len(set(alike) & set(true_top)) / len(true_top),
                 "best_inside_alike": best(final) in alike,
-                "excess_alike": min(number(final[name]) for name in alike) / lowest - 1,
+                "excess_alike": _excess(final, alike),
             }
         )
     return found
 
 
+def _excess(final: Mapping[str, float | None], kept: Sequence[str]) -> float:
+    """What the best of `kept` is above the best of all, relative."""
+    lowest = number(final[best(final)])
+    return min(number(final[name]) for name in kept) / lowest - 1 if math.isfinite(lowest) else math.inf
+
+
 def _within_groups(
-    losses: Mapping[str, float | None], final: Mapping[str, float | None], steps: Mapping[str, int | None]
+    losses: Mapping[str, float | None],
+    final: Mapping[str, float | None],
+    steps: Mapping[str, int | None],
+    totals: Mapping[str, int],
 ) -> float | None:
     """The mean of each group's ρ, weighted by its size; None where no group has one."""
     found, weight = 0.0, 0
-    for group in set(steps.values()):
-        names = [name for name in final if steps[name] == group]
+    made = {name: steps[name] or totals[name] for name in final}
+    for group in set(made.values()):
+        names = [name for name in final if made[name] == group]
         rho = spearman([number(losses[name]) for name in names], [number(final[name]) for name in names])
         if rho is not None:
             found, weight = found + rho * len(names), weight + len(names)

@@ -26,7 +26,7 @@ from cyclopts import Parameter
 from gshare.agent.data.prepare import check_adapters, find_model, prepare_requests, run_estimate
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.clone import cloned_spec, free_name, parse_settings, spec_toml
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import EarlyExit, SweepExit
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, WarmStart
@@ -234,7 +234,7 @@ def _sweep_of(parent: RunRecord) -> _Sweep | None:
     if sweep is None or parent.spec.name not in {one.name for one in sweep.configurations}:
         return None
     try:
-        return _Sweep(directory, msgspec.convert(sweep.early_exit, EarlyExit))
+        return _Sweep(directory, msgspec.convert(sweep.early_exit, SweepExit).of_job())
     except msgspec.ValidationError as error:
         raise GshareError(f"{directory / SWEEP_FILE}: early_exit: {error}") from None
 

@@ -2,7 +2,8 @@
 
 The machine itself is driven, each job by as many tokens as its steps have, in the order in which they would
 end if all that train at once step together. No loss is known, so those that go on are taken to be the first
-of the file, and nobody's own losses stop it: what is saved by that comes on top.
+of the file (of each number of steps, where these are ranked apart), and nobody's own losses stop it: what is
+saved by that comes on top.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gshare.agent.data.work import Work
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Action, Begin, Ended, Paused, Run, Sweep, Trial
 from gshare.agent.jobs.sweep_spec import SweepSpec
@@ -55,7 +56,7 @@ class Plan:
 def plan_of(
     trials: Sequence[Trial],
     work: Mapping[str, Work],
-    settings: EarlyExit,
+    settings: SweepExit,
     memory: Memory,
     *,
     most: int,

@@ -88,7 +88,7 @@ class Prepared:
                     f"adapter {request.spec.name}: no validation rows, and a sweep ranks by validation loss; "
                     "raise val_fraction, or set val_data"
                 )
-            stopped_early = msgspec.structs.replace(request, early_exit=spec.early_exit)
+            stopped_early = msgspec.structs.replace(request, early_exit=spec.early_exit.of_job())
             self.jobs[request.spec.name] = Job(stopped_early, work)
 
     def _prepare(self, run: RunSpec) -> tuple[Path, list[JobRequest]]:
@@ -197,7 +197,7 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
     ]
     exits = {"rank": "all"} | before.early_exit  # what a sweep did before it was a key
     changes += [
-        f"early_exit {key}: {exits.get(key)} → {value}"
+        f"[early_exit] {key} = {exits.get(key)!r}, now {value!r}"
         for key, value in now.early_exit.items()
         if exits.get(key) != value
     ]

@@ -12,7 +12,7 @@ tiles of one fixed row count, which has the property by construction and is chec
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from gshare.kernels.errors import NotRowInvariant
@@ -46,7 +46,7 @@ class RowInvariantGemm:
         self.exact = exact
         self._splits_above = splits_above
         self._checked = checked
-        self._plans: dict[tuple[str, torch.Size, torch.dtype], Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._separable: dict[tuple[torch.Size, torch.dtype, int], bool] = {}
 
     def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,22 @@ class RowInvariantGemm:
 
     def linear_dx(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return self._run("linear_dx", linear_dx_reference, dy, w)
+
+    def thin(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """x (T, K) @ w (K, N), one of them a rank: an adapter's products. `w` may be a transposed view.
+
+        Checked on a random matrix laid out as `w`: an adapter's B is zero at first, and nothing differs then.
+        """
+        if not self.exact:
+            return x @ w
+        transposed = w.stride(0) == 1
+        key = ("thin", w.shape, w.dtype, transposed)
+        if key not in self._plans:
+            probe = random_rows(w.shape[1], w.t()).t() if transposed else random_rows(w.shape[0], w)
+            self._plans[key] = (
+                choose_plan("thin", linear_dx_reference, x, probe) if self._checked else "whole"
+            )
+        return self._product(key, linear_dx_reference, x, w)
 
     def separable(self, w: torch.Tensor, at: int) -> bool:
         """Whether x @ wᵀ has the bits of the products with w[:at] and w[at:], side by side; checked on random
@@ -68,7 +84,7 @@ class RowInvariantGemm:
 
     def plans(self) -> dict[str, Plan]:
         """What was chosen per product and shape, for `gshare doctor`, audits and the fingerprint."""
-        return {f"{kind} {tuple(shape)}": plan for (kind, shape, _), plan in self._plans.items()}
+        return {f"{kind} {tuple(shape)}": plan for (kind, shape, *_), plan in self._plans.items()}
 
     def _run(
         self,
@@ -79,10 +95,19 @@ class RowInvariantGemm:
     ) -> torch.Tensor:
         if not self.exact:
             return _batch_dependent(product, kind, x, w, self._splits_above)
-        key = (kind, w.shape, w.dtype)
+        return self._product((kind, w.shape, w.dtype), product, x, w)
+
+    def _product(
+        self,
+        key: tuple[Any, ...],
+        product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        w: torch.Tensor,
+    ) -> torch.Tensor:
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = choose_plan(kind, product, x, w) if self._checked else "whole"
+            plan = choose_plan(str(key[0]), product, x, w) if self._checked else "whole"
+            self._plans[key] = plan
         return product(x, w) if plan == "whole" else in_tiles(product, x, w)
 
 
@@ -92,6 +117,8 @@ def in_tiles(
     """The product in tiles of TILE_ROWS rows, the last one filled up with zero rows."""
     rows = TILE_ROWS[x.device.type]
     total = x.shape[0]
+    if not total:
+        return product(x, w)
     padded = -(-total // rows) * rows
     if padded != total:
         x = torch.cat([x, x.new_zeros(padded - total, x.shape[1])])

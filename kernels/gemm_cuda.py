@@ -83,8 +83,8 @@ class CudaGemm:
         return dy @ w if self._plan_linear_dx(dy.shape[0], w) == "cublas" else linear_dx_triton(dy, w)
 
     def plan(self, rows: int, w: torch.Tensor, *, dx: bool) -> None:
-        """Compare now what `linear`, and with `dx` `linear_dx`, of `rows` rows would compare the first time:
-        that takes the memory of two such results, or of one and what it is made from."""
+        """Compare now what `linear`, and with `dx` `linear_dx`, of `rows` rows would compare the first time.
+        Of the head's that takes two and a half times the logits."""
         if w.dtype != torch.bfloat16 or not self.exact:
             self._other.linear(w.new_zeros(1, w.shape[1]), w)  # checked once, for all numbers of rows
             if dx:

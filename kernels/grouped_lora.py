@@ -17,10 +17,13 @@ bits that it has when those rows are there and their dy is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from gshare.kernels.layout import LoraSlot
+
+#: (T, n) @ (n, m) of which a row depends on that row and the second matrix alone (`gemm.RowInvariantGemm`).
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _dropped_input(x: torch.Tensor, slot: LoraSlot, index: int) -> torch.Tensor:
@@ -55,14 +58,14 @@ def _aligned(t: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return t[first:last].float().clone()
 
 
-def _product(rows: torch.Tensor, w: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
+def _product(rows: torch.Tensor, w: torch.Tensor, slot: LoraSlot, product: Product) -> torch.Tensor:
     """rows (tokens of the slot, n) @ w (n, m), each sequence with the bits it has alone.
 
-    MKL in strict mode multiplies rows independently whatever their number; cuBLAS does not for such thin
-    matrices, so there each sequence is a product of its own.
+    On a CPU by `product`, whose rows do not depend on each other. cuBLAS has no such one for thin matrices:
+    there each sequence is a product of its own.
     """
     if not rows.is_cuda:
-        return rows @ w
+        return product(rows, w)
     return torch.cat([rows[a - slot.start : b - slot.start] @ w for a, b in slot.sequences])
 
 
@@ -72,28 +75,31 @@ def _whole_input(x: torch.Tensor, slot: LoraSlot) -> torch.Tensor:
     return torch.cat([_dropped_input(x, slot, i) for i in range(len(slot.sequences))])
 
 
-def lora_forward_reference(x: torch.Tensor, y: torch.Tensor, slots: Sequence[LoraSlot]) -> list[torch.Tensor]:
+def lora_forward_reference(
+    x: torch.Tensor, y: torch.Tensor, slots: Sequence[LoraSlot], product: Product
+) -> list[torch.Tensor]:
     """Adds every slot's path to y (T, N) in place; returns each slot's scaled S (tokens, r)."""
     saved = []
     for slot in slots:
-        s = _product(_whole_input(x, slot), slot.a.t(), slot)
+        s = _product(_whole_input(x, slot), slot.a.t(), slot, product)
         s = s * (slot.scaling / slot.keep_probability)
-        y[slot.start : slot.end] += _product(s, slot.b.t(), slot)
+        y[slot.start : slot.end] += _product(s, slot.b.t(), slot, product)
         saved.append(s)
     return saved
 
 
 def lora_dx_reference(
-    dy: torch.Tensor, dx: torch.Tensor | None, slots: Sequence[LoraSlot]
+    dy: torch.Tensor, dx: torch.Tensor | None, slots: Sequence[LoraSlot], product: Product
 ) -> list[torch.Tensor]:
     """Adds to dx (T, K) unless None; returns each slot's dS (tokens, r)."""
     saved = []
     for slot in slots:
-        ds = _product(dy[slot.start : slot.end], slot.b, slot) * (slot.scaling / slot.keep_probability)
+        ds = _product(dy[slot.start : slot.end], slot.b, slot, product)
+        ds *= slot.scaling / slot.keep_probability
         saved.append(ds)
         if dx is None:
             continue
-        d_input = _product(ds, slot.a, slot)
+        d_input = _product(ds, slot.a, slot, product)
         if slot.keep is not None:
             for index, (first, last) in enumerate(slot.sequences):
                 d_input[first - slot.start : last - slot.start] *= _kept(slot, index, d_input.shape[1])

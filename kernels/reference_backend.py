@@ -55,7 +55,7 @@ class ReferenceBackend:
             return None
         self.calls["lora_forward"] += 1
         return [
-            lora_forward_reference(x, part, slots)
+            lora_forward_reference(x, part, slots, self.gemm.thin)
             for part, slots in zip(y.split(group.sizes, dim=1), slots_of, strict=True)
         ]
 
@@ -67,7 +67,7 @@ class ReferenceBackend:
             return None
         self.calls["lora_dx"] += 1
         return [
-            lora_dx_reference(part, dx, slots)
+            lora_dx_reference(part, dx, slots, self.gemm.thin)
             for part, slots in zip(dy.split(group.sizes, dim=1), slots_of, strict=True)
         ]
 

@@ -33,6 +33,13 @@ NEEDS_TORCH = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "peft", "bitsandbytes", "gguf"),
     *("pyarrow", "huggingface_hub", "gshare.kernels", "gshare.agent.base", "gshare.agent.train"),
 )
+#: Files, by the seconds that they take on two cores (320 to 30), without test_ and .py.
+LONGEST = (
+    *("device_engine", "triton_compile", "measure_memory", "sweep_process", "durability", "trunk_device"),
+    *("sweep_benchmark", "trunk", "memory_real", "examples", "queueing_ahead", "cli_estimate", "clone_exact"),
+    *("nf4", "vram_killed", "joining_exact", "sweep_cluster_process", "trunk_graphs", "reserve_everywhere"),
+    *("finetune_real", "trunk_benchmark", "cluster_process"),
+)
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 _home = Path(tempfile.mkdtemp(prefix="gshare-test-"))
@@ -95,6 +102,12 @@ def needs_torch(path: Path) -> bool:
         return True
     helpers = (Path(__file__).parent / "support" / f"{name}.py" for name in imported if "." not in name)
     return any(needs_torch(helper) for helper in helpers if helper.is_file() and helper != path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first: shared out a file at a time, they would be what all wait for."""
+    place = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.errors import GshareError
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.sweep_records import Decision
 from gshare.coordinator import sweeping
 from gshare.coordinator.api_client import NoCoordinator
@@ -25,7 +25,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping.time, "sleep", lambda seconds: None)
 
 
-def _case(seed: int) -> tuple[dict[str, Curve], EarlyExit]:
+def _case(seed: int) -> tuple[dict[str, Curve], SweepExit]:
     dice = random.Random(seed)
     curves = {}
     for number in range(dice.randint(2, 6)):
@@ -34,7 +34,7 @@ def _case(seed: int) -> tuple[dict[str, Curve], EarlyExit]:
         nan_at = dice.randint(2, steps) if steps > 2 and dice.random() < 0.15 else 0
         losses = tuple(round(dice.uniform(1, 3), 2) for _ in range(steps))
         curves[f"c{number}"] = Curve(losses, exit_at, nan_at)
-    return curves, EarlyExit(warmup=dice.choice((0.1, 0.3, 0.5)), keep=dice.choice((0.25, 0.5, 1.0)))
+    return curves, SweepExit(warmup=dice.choice((0.1, 0.3, 0.5)), keep=dice.choice((0.25, 0.5, 1.0)))
 
 
 def _decided(decisions: list[Decision]) -> set[tuple[object, ...]]:
@@ -46,7 +46,7 @@ def _decided(decisions: list[Decision]) -> set[tuple[object, ...]]:
     }
 
 
-def _alone(curves: dict[str, Curve], settings: EarlyExit) -> tuple[str | None, set[tuple[object, ...]]]:
+def _alone(curves: dict[str, Curve], settings: SweepExit) -> tuple[str | None, set[tuple[object, ...]]]:
     engine = Engine(curves, settings, most=0, kills=0, seed=1)
     winner = engine.run().winner
     return winner, _decided(engine.decisions)
@@ -77,7 +77,7 @@ def test_without_early_exit_on_the_nodes_it_is_another_sweep() -> None:
 
 def _straw(**fields: bool) -> StrawCluster:
     curves = {name: Curve(tuple(float(place) for _ in range(10))) for place, name in enumerate("abcd")}
-    return StrawCluster(curves, EarlyExit(warmup=0.3, keep=0.5), seed=1, **fields)
+    return StrawCluster(curves, SweepExit(warmup=0.3, keep=0.5), seed=1, **fields)
 
 
 def test_a_word_is_said_once_when_it_arrives() -> None:

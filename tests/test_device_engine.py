@@ -149,6 +149,30 @@ def test_the_head_s_products_are_checked_before_a_pass_takes_memory(
     assert checked == ["check linear", "check linear_dx", "forward"]
 
 
+def test_the_head_s_products_are_checked_for_the_rows_that_it_will_have(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels are few where a prompt is long: 64 rows of 128."""
+
+    class Enough(Exception):
+        pass
+
+    asked: list[tuple[int, bool]] = []
+
+    def note(self: TritonBackend, rows: int, head: torch.Tensor, *, training: bool) -> None:
+        asked.append((rows, training))
+        raise Enough
+
+    monkeypatch.setattr(TritonBackend, "plan_cross_entropy", note)
+    engine = DeviceEngine(base, TritonBackend())
+    tokens = np.full(100, 5, dtype=np.int32)
+    few = Part(new_adapter(engine, JOBS["a"][0]), [Row(tokens, np.arange(100) >= 90)], 0, 10)
+    for queue in (engine.queue, engine.queue_evaluation):
+        with pytest.raises(Enough):
+            queue([few])
+    assert asked == [(64, True), (64, False)]
+
+
 def test_alone_and_packed_have_the_same_bits(base: Base, packed: Outcome) -> None:
     losses, grads = packed
     for index, name in enumerate(JOBS):
@@ -412,7 +436,7 @@ def test_graphs_are_given_up_for_memory(base: Base, straw: type[StrawGraph]) -> 
     up."""
     engine = DeviceEngine(base, TritonBackend())
     engine.graphs = True
-    long = [row(290, 1)]
+    long = [row(100, 1)]
     large = [Part(new_adapter(engine, spec("long")), long, 0, long[0].label_tokens)]
     small = [part(engine, "a")]
     tokens = [engine.prepare(parts).key[0].tokens for parts in (small, large)]

@@ -93,5 +93,6 @@ def test_captures_that_are_gone_leave_no_memory() -> None:
         return torch.cuda.memory_allocated(device), sum(pools)
 
     first = left()
+    assert first[1] == 0
     for _ in range(3):
         assert left() == first

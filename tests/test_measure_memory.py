@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from gshare.agent.errors import GshareError
 from gshare.agent.jobs import memory_grid
 from gshare.agent.jobs.memory_grid import Configuration
 from gshare.agent.jobs.memory_profile import MemoryProfile, profile_key
+from gshare.agent.jobs.pass_load import pass_load, rung
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.train.engine import Engine
 from gshare.agent.train.measure_memory import Measured, Measurer, measure_memory
 from gshare.agent.train.memory_meter import CountingMeter, CudaMeter
 from gshare.agent.train.part import Row
+from gshare.agent.train.passes import StepWork
 from gshare.agent.train.rounds import Rounds
 from toy import VOCABULARY, new_backend, tiny_base
 
@@ -115,6 +118,7 @@ def test_on_cuda_what_graphs_keep_is_beside_the_tensors_of_launched_passes(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     meter = CudaMeter(torch.device("cuda", 0))
     for _ in range(2):  # a new block starts anew
+        figures.update(graphs=0)
         with meter.measuring():
             for allocated, graphs in ((70, 0), (95, 40), (20, 40), (80, 40)):
                 figures.update(allocated=allocated * MIB, graphs=graphs * MIB)
@@ -334,6 +338,56 @@ def test_admissions_by_the_model_never_run_out_and_by_less_they_do(
     assert result["admitted"] == 5
     assert result["gate"] is passes
     assert (result["out_of_memory"] == 0) is passes
+
+
+def test_an_admission_trains_a_second_and_smaller_shape(
+    base: Base, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of the first is kept meanwhile: with one shape no pass is ever launched beside a graph."""
+    bench = script.Bench(base, max_tokens=512, lengths=(48, 64))
+    crowd = script.Crowd(base, seed=3, max_tokens=512, lengths=(48, 64))
+    members = [crowd.member() for _ in range(3)]
+    bench.measure(members)  # what is found out once
+    passes: list[int] = []
+    start = Rounds.start
+
+    def noted(self: Rounds, work: list[StepWork], rates: list[float]) -> object:
+        passes.append(sum(len(row.tokens) for one in work for micro in one.micro_batches for row in micro))
+        return start(self, work, rates)
+
+    monkeypatch.setattr(Rounds, "start", noted)
+    total = script.tokens(members)
+    assert bench.measure(members) is not None
+    assert passes == [total] * 4
+    passes.clear()
+    assert bench.measure(members, limit=1 << 40) is not None
+    first, smaller = passes[:4], passes[4:]
+    assert first == [total] * 4
+    assert (
+        len(smaller) == 2 == len([n for n in smaller if 0 < rung(n, coarse=True) < rung(total, coarse=True)])
+    )
+    assert rung(smaller[0] + 1, coarse=True) == rung(total, coarse=True)
+    assert bench._shorter([(Row(np.arange(5), np.ones(5, dtype=bool)),)]) == []
+
+
+def test_what_is_measured_has_known_labels_and_what_is_asked_has_not(
+    base: Base, script: ModuleType, profile: MemoryProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[int | None] = []
+
+    def noted(*arguments: Any, **options: Any) -> object:
+        labels.append(options.get("labels"))
+        return pass_load(*arguments, **options)
+
+    monkeypatch.setattr("gshare.agent.train.measure_memory.pass_load", noted)
+    bench = script.Bench(base, max_tokens=512, lengths=(48, 64))
+    members = [script.Crowd(base, seed=3, max_tokens=512, lengths=(48, 64)).member()]
+    bench.predict(profile, members)
+    bench.bound(profile, members, 1.0)
+    assert labels == [script.tokens(members) - len(members[0].rows), None]
+    labels.clear()
+    assert measurer(base).point(Configuration(2, 2, 16)) is not None
+    assert labels == [2 * 2 * 15]
 
 
 def test_the_benchmark_compares_with_what_was_measured(

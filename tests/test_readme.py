@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.jobs.spec_file import load_run_spec
 from gshare.cli.main import COMMANDS
@@ -70,7 +70,7 @@ def test_the_keys_of_early_exit_are_all_there_with_their_defaults() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| `([\w.\"]+)` \|", README.split("| key of `[early_exit]`")[1], re.MULTILINE
     )
-    real = {field.name: field.default for field in msgspec.structs.fields(EarlyExit)}
+    real = {field.name: field.default for field in msgspec.structs.fields(SweepExit)}
     assert {key: json.loads(value) for key, value in rows[: len(real)]} == real
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import pytest
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import (
     Action,
@@ -43,7 +44,7 @@ def _curves(draw: st.DrawFn) -> dict[str, Curve]:
     return curves
 
 
-def _expected(curves: dict[str, Curve], early: EarlyExit) -> tuple[dict[str, int], set[str], str | None]:
+def _expected(curves: dict[str, Curve], early: SweepExit) -> tuple[dict[str, int], set[str], str | None]:
     """From the definition: each job's last step, who was selected, and the winner."""
     last: dict[str, int] = {}
     ranked: list[tuple[float, int, str]] = []
@@ -66,11 +67,15 @@ def _expected(curves: dict[str, Curve], early: EarlyExit) -> tuple[dict[str, int
         return min(steps, math.ceil(early.warmup * steps - 1e-9)) if early.rank == "same_steps" else 0
 
     order = [name for _, _, name in sorted(ranked)]
-    on: list[str] = []
-    for steps in {group(name) for name in curves}:
-        seats = math.floor(early.keep * sum(group(name) == steps for name in curves) + 1e-9)
-        on += [name for name in order if group(name) == steps][:seats]
-    on += [name for name in order if name not in on][: keep - len(on)]
+    sizes = Counter(group(name) for name in curves)
+    # Whoever is n-th of its group waits for the group's n-th place. Whole places first, then one round after
+    # the other, in each the larger remainder and then the lower loss.
+    claims = []
+    for steps, size in sizes.items():
+        whole, rest = divmod(round(early.keep * size, 9), 1)
+        for place, name in enumerate(name for name in order if group(name) == steps):
+            claims.append((max(0, place - int(whole) + 1), -rest, order.index(name), name))
+    on = [name for *_, name in sorted(claims)][:keep]
     if not early.underperformance:
         on = order
     selected = set()
@@ -104,7 +109,7 @@ def _check(engine: Engine, sweep: Sweep) -> None:
 
 
 EARLY = st.builds(
-    EarlyExit,
+    SweepExit,
     warmup=st.sampled_from([0.05, 0.2, 0.5, 0.9]),
     keep=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
     underperformance=st.sampled_from([True, True, True, False]),
@@ -115,7 +120,7 @@ EARLY = st.builds(
 @given(_curves(), EARLY, st.integers(0, 4), st.integers(0, 10**6))
 @settings(deadline=None)
 def test_the_result_is_that_of_the_definition_whatever_fits_at_once(
-    curves: dict[str, Curve], early: EarlyExit, most: int, seed: int
+    curves: dict[str, Curve], early: SweepExit, most: int, seed: int
 ) -> None:
     engine = Engine(curves, early, most, 0, seed)
     _check(engine, engine.run())
@@ -126,14 +131,14 @@ def test_the_result_is_that_of_the_definition_whatever_fits_at_once(
 @given(_curves(), EARLY, st.integers(0, 4), st.integers(1, 12), st.integers(0, 10**6))
 @example(
     {"j0": Curve((0.25,) * 3 + (0.5,) * 3 + (0.25,) * 5), **{f"j{i}": Curve((0.25,)) for i in range(1, 6)}},
-    EarlyExit(warmup=0.5, keep=0.1),
+    SweepExit(warmup=0.5, keep=0.1),
     0,
     2,
     3901,
 )  # killed after its best loss and before its boundary
 @settings(deadline=None)
 def test_kills_at_any_action_change_nothing(
-    curves: dict[str, Curve], early: EarlyExit, most: int, kills: int, seed: int
+    curves: dict[str, Curve], early: SweepExit, most: int, kills: int, seed: int
 ) -> None:
     engine = Engine(curves, early, most, kills, seed)
     _check(engine, engine.run())
@@ -162,7 +167,7 @@ def test_the_properties_notice_a_broken_machine(broken: type[Sweep], kills: int)
     curves = {f"j{i}": Curve(tuple(9.0 - i / 50 - step / 10 for step in range(10))) for i in range(8)}
     wrong = 0
     for seed in range(20):
-        engine = Engine(curves, EarlyExit(warmup=0.2), 2, kills, seed, broken)
+        engine = Engine(curves, SweepExit(warmup=0.2), 2, kills, seed, broken)
         try:
             _check(engine, engine.run())
         except AssertionError:
@@ -175,7 +180,7 @@ def test_the_properties_notice_a_broken_machine(broken: type[Sweep], kills: int)
 
 def _sweep(count: int, *, most: int = 0, **early: object) -> Sweep:
     trials = [Trial.of(f"j{i}", batch=1, total_steps=20, warmup=0.05) for i in range(count)]
-    return Sweep(trials, EarlyExit(**early), Packing(lambda names: True, most=most))  # type: ignore[arg-type]
+    return Sweep(trials, SweepExit(**early), Packing(lambda names: True, most=most))  # type: ignore[arg-type]
 
 
 def _of(actions: Sequence[Action], kind: type[Action]) -> list[str]:
@@ -267,7 +272,7 @@ def test_a_failed_job_is_tried_again_when_resumed_unless_the_others_were_ranked(
 
 def test_a_sampler_is_asked_when_its_last_ones_are_through_the_warm_up() -> None:
     trial = Trial.of("j0", batch=1, total_steps=20, warmup=0.05)
-    sweep = Sweep([], EarlyExit(keep=0.5), Packing(lambda names: True), expects_more=True)
+    sweep = Sweep([], SweepExit(keep=0.5), Packing(lambda names: True), expects_more=True)
     assert sweep.handle(Begin()) == [Ask()]
     assert _of(sweep.handle(Added((trial,))), Run) == ["j0"]
     assert sweep.handle(Paused("j0", 1, 2.0))[1:] == [Ask()]

@@ -55,6 +55,27 @@ def _record(*values: dict[str, Any]) -> SweepRecord:
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, "all", None),  # as sweeps ranked before it was a key
+        ({}, "same_steps", "[early_exit] rank = 'all', now 'same_steps'"),
+        ({"rank": "same_steps"}, "same_steps", None),
+        ({"rank": "same_steps"}, "all", "[early_exit] rank = 'same_steps', now 'all'"),
+    ],
+)
+def test_whom_a_resumed_sweep_compares_with_has_to_be_what_it_was(
+    before: dict[str, Any], now: str, said: str | None
+) -> None:
+    began, goes_on = (msgspec.structs.replace(_record({}), early_exit=e) for e in (before, {"rank": now}))
+    if said is None:
+        sweep_prepared.check_same(began, goes_on)
+    else:
+        with pytest.raises(UsageError) as refused:
+            sweep_prepared.check_same(began, goes_on)
+        assert said in str(refused.value)
+
+
 def test_a_value_that_was_changed_under_a_numbered_name_is_not_the_same_sweep() -> None:
     q, qv = ["q_proj"], ["q_proj", "v_proj"]
     before = _record({"target_modules": q}, {"target_modules": qv})
@@ -185,5 +206,6 @@ def test_a_submission_says_where_each_pauses_and_hashes_a_file_once(
     fields = sweep_cluster._Submissions(made)
     jobs = [*fields(["s-r2"])["jobs"], *fields(["s-r4"])["jobs"]]
     assert [(job.spec.name, job.pause_at) for job in jobs] == [("s-r2", 2), ("s-r4", 2)]
-    assert {job.early_exit for job in jobs} == {made.spec.early_exit}
+    assert {job.early_exit for job in jobs} == {made.spec.early_exit.of_job()}
+    assert b"rank" not in msgspec.json.encode(jobs[0].early_exit)  # agents of an older version refuse it
     assert len(hashed) == len(set(hashed)) > 1

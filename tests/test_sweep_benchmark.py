@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.packing import Candidate, Packing
 from gshare.agent.jobs.sweep import Begin, Paused, Run, Sweep, Trial
 from sweep_arms import Arm, Groups, WorstFirst
@@ -173,7 +173,7 @@ def test_the_control_goes_on_with_the_last() -> None:
     trials = [Trial(name, 1, 10, 1) for name in "abcd"]
 
     def goes_on(machine: type[Sweep]) -> list[str]:
-        sweep = machine(trials, EarlyExit(), Packing(lambda names: True))
+        sweep = machine(trials, SweepExit(), Packing(lambda names: True))
         sweep.handle(Begin())
         events = [Paused(name, 1, loss) for name, loss in zip("abcd", (1.0, 2.0, 3.0, 4.0), strict=True)]
         actions = [action for event in events for action in sweep.handle(event)]

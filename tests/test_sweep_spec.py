@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gshare.agent.errors import UsageError
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.sweep_ranges import Range
 from gshare.agent.jobs.sweep_spec import SweepFile, SweepSpec
 
@@ -50,7 +50,7 @@ def test_a_grid_is_every_combination(tmp_path: Path) -> None:
     assert first.output_dir == str(tmp_path / "out" / "lr1e-05-r16")
     assert first.data == str(tmp_path / "a.jsonl")
     assert sweep.hyper_parameters[1] == {"learning_rate": 1e-5, "r": 32}
-    assert sweep.early_exit == EarlyExit()
+    assert sweep.early_exit == SweepExit()
 
 
 def test_a_list_and_the_template(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ divergence = false
         tmp_path / "here" / "c2",
     ]
     assert sweep.hyper_parameters[1] == {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    assert sweep.early_exit == EarlyExit(warmup=0.2, divergence=False)
+    assert sweep.early_exit == SweepExit(warmup=0.2, divergence=False)
 
 
 def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:

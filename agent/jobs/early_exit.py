@@ -30,8 +30,7 @@ Rank = Literal["same_steps", "all"]
 
 
 class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table [early_exit]; `underperformance`, `warmup`, `keep` and `rank` are the sweep's, the rest a
-    job's."""
+    """What a job of a sweep is told; `underperformance`, `warmup` and `keep` are the sweep's."""
 
     divergence: bool = True
     overfitting: bool = True
@@ -44,7 +43,16 @@ class EarlyExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ema_alpha: float = 0.1  # α
     warmup: float = 0.05  # share of a job's steps before it is ranked
     keep: float = 0.25  # share of the configurations that go on, rounded up
-    rank: Rank = "same_steps"  # whom each is compared with
+
+
+class SweepExit(EarlyExit, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table [early_exit]. What a job does not need is here: an agent of an older version refuses a job
+    with a key that it does not know."""
+
+    rank: Rank = "same_steps"  # whom each configuration is compared with
+
+    def of_job(self) -> EarlyExit:
+        return EarlyExit(**{name: getattr(self, name) for name in EarlyExit.__struct_fields__})
 
 
 def setting_faults(settings: EarlyExit) -> list[tuple[str, str]]:

@@ -22,10 +22,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.events import JobStateName
 from gshare.agent.jobs.packing import Candidate, Packing
-from gshare.agent.jobs.selection import Contender, Place, select, share_of
+from gshare.agent.jobs.selection import Contender, describe_drop, evidence_of, select, share_of
 from gshare.agent.jobs.sweep_records import Decision, DecisionEvent, Pattern
 
 Phase = Literal["waiting", "warming", "ready", "chosen", "training", "ended"]
@@ -149,7 +149,7 @@ class Sweep:
     """One sweep. `expects_more`: there is a sampler to ask."""
 
     def __init__(
-        self, trials: Sequence[Trial], settings: EarlyExit, packing: Packing, *, expects_more: bool = False
+        self, trials: Sequence[Trial], settings: SweepExit, packing: Packing, *, expects_more: bool = False
     ) -> None:
         self._settings = settings
         self._packing = packing
@@ -291,31 +291,31 @@ class Sweep:
         if not any(one.phase == "ready" for one in self._trials.values()):
             return []
         settings = self._settings
-        places = select(
+        found = select(
             [_contender(one) for one in self._trials.values()],
             settings.keep if settings.underperformance else 1.0,
             among_all=settings.rank == "all",
         )
         actions: list[Action] = []
-        for job, place in places.items():
+        for job, verdict in found.items():
             one = self._trials[job]
             if one.phase != "ready":
                 continue
             evidence = {
                 "val_loss": one.loss,
-                "rank": place.rank,
-                "of": place.of,
-                "kept": place.kept,
-                "last_kept_val_loss": place.last_loss,
+                **evidence_of(verdict, _contender(one).steps),
                 "best_val_loss": one.best,
             }
             step = one.step
-            if place.goes_on:
+            if verdict.goes_on:
                 one.phase, one.verdict = "chosen", "chosen"
                 actions.append(Note(job, "selected", step, evidence=evidence))
             else:
                 one.phase, one.verdict = "ended", "dropped"
-                reason = _reason(one, place, len(places))
+                reason = (
+                    f"underperformance at step {step}: validation loss {one.loss:.4g} is "
+                    f"{describe_drop(verdict)}"
+                )
                 actions += [
                     Note(job, "stopped", step, "underperformance", reason, evidence),
                     Stop(job, reason),
@@ -326,16 +326,6 @@ class Sweep:
 def _contender(one: _Trial) -> Contender:
     steps = one.trial.boundary or one.trial.total_steps
     return Contender(one.trial.name, steps, one.loss if _is_candidate(one) else None)
-
-
-def _reason(one: _Trial, place: Place, everybody: int) -> str:
-    among = f"{place.of}{' that have made as many steps' if place.of < everybody else ''}"
-    on = "nobody goes" if place.last_loss is None else f"{place.kept} go"
-    limit = "" if place.last_loss is None else f", up to {place.last_loss:.4g}"
-    return (
-        f"underperformance at step {one.step}: validation loss {one.loss:.4g} is number {place.rank} of "
-        f"{among} at the end of the warm-up; {on} on{limit}"
-    )
 
 
 def _candidate(trial: Trial) -> Candidate:

@@ -12,7 +12,7 @@
     [sweep.ranges]            # Optuna asks for `n_trials` of them, `batch` at a time (`sampler.py`)
     learning_rate = { low = 1e-5, high = 1e-3, log = true }
     r = [8, 16, 32]
-    [early_exit]              # keys of `EarlyExit`
+    [early_exit]              # keys of `SweepExit`
 
 Like `spec_file.py`, whose tables and rules it uses, it names every fault in one run.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gshare.agent.jobs.early_exit import EarlyExit, setting_faults
+from gshare.agent.jobs.early_exit import SweepExit, setting_faults
 from gshare.agent.jobs.faults import Faults, check_section, convert, unknown_key
 from gshare.agent.jobs.names import MAX_NAME, name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
@@ -77,7 +77,7 @@ class SweepSpec:
     directory: Path
     run: RunSpec
     hyper_parameters: tuple[dict[str, Any], ...]  # of each adapter: those in which they differ
-    early_exit: EarlyExit
+    early_exit: SweepExit
     max_concurrent: int
     sampled: SampledSpace | None
 
@@ -160,12 +160,12 @@ class SweepFile:
             faults.add(self._where_key("n_trials", "sweep"), f"must be at most {MAX_CONFIGURATIONS}")
         return sweep
 
-    def _read_early_exit(self, faults: Faults) -> EarlyExit:
+    def _read_early_exit(self, faults: Faults) -> SweepExit:
         file = self._tables.file
         raw = file.table.get("early_exit", {})
         header = f"{file.where(section='early_exit')}: [early_exit]"
-        table = check_section(raw, _keys(EarlyExit), header, faults)
-        settings = EarlyExit(**self._typed(table or {}, EarlyExit, "early_exit", faults))
+        table = check_section(raw, _keys(SweepExit), header, faults)
+        settings = SweepExit(**self._typed(table or {}, SweepExit, "early_exit", faults))
         for key, must in setting_faults(settings):
             faults.add(self._where_key(key, "early_exit"), f"must {must}")
         return settings

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gshare.agent.data.work import Work
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
 from gshare.agent.jobs.events import Event, TrainerMessage
+from gshare.agent.jobs.selection import describe_rank
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.jobs.sweep import Action, Added, Ask, Note, Run, Stop, Sweep
 from gshare.agent.jobs.sweep import Event as SweepEvent
@@ -87,6 +88,6 @@ class Deciding:
         self._log.append(decision)
         self._last[note.job] = decision
         if note.event == "selected":
-            rank = "number {rank} of {of}".format(**note.evidence) if note.evidence else note.reason
+            rank = describe_rank(note.evidence) if note.evidence else note.reason
             text = f"goes on after its warm-up: {rank}"
             self._on_event(TrainerMessage(level="info", text=text, job=note.job))

@@ -195,14 +195,14 @@ class DeviceEngine(Engine):
         plan, entry, optimizer = prepared.plan, prepared.entry, self.optimizer
         names, buffers = [part.adapter.name for part in plan.parts], entry.buffers
         assert isinstance(buffers, PassBuffers)
-        kept = 0
-        if plan.trunk:
-            self._reserve_states(sum(len(row.tokens) for row in plan.trunk))
-            kept = fill_states(self.cache, plan, self._states, self._run_rows)
         if not entry.runs:
             self.backend.plan_cross_entropy(
                 buffers.shape.labels, self.base.lm_head.dense(), training=training
             )
+        kept = 0
+        if plan.trunk:
+            self._reserve_states(sum(len(row.tokens) for row in plan.trunk))
+            kept = fill_states(self.cache, plan, self._states, self._run_rows)
         entry.version += 1
         buffers.upload(
             prepared.counts,

@@ -67,10 +67,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     """
     streams: dict[torch.device, torch.cuda.Stream] = _known.__dict__.setdefault("streams", {})
     if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(streams[device]):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
             for dtype in (torch.bfloat16, torch.float32):
                 square = torch.zeros(64, 64, dtype=dtype, device=device)
                 torch.mm(square, square)
         torch.cuda.synchronize(device)
+        streams[device] = stream  # last: where there was no memory for it the next capture tries again
     return streams[device]

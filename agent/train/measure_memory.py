@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from gshare.agent.base.weights import Base
 from gshare.agent.errors import GshareError
 from gshare.agent.jobs.memory import ModelShape, estimate_run
@@ -33,6 +36,9 @@ from gshare.kernels.backend import Backend
 #: Before the steps that are timed: kernels are built in the first, a CUDA graph is captured in the second.
 WARM_STEPS = 2
 TIMED_STEPS = 2
+
+#: Ranks and linears that a backend has met.
+_WARM: WeakKeyDictionary[Backend, set[tuple[int, tuple[str, ...]]]] = WeakKeyDictionary()
 
 #: What is being measured, how many are done, of how many (0: not known).
 Progress = Callable[[str, int, int], None]
@@ -55,6 +61,7 @@ class Measurer:
         self._backend = backend
         self._meter = meter
         self._checkpointing = checkpointing
+        self._warm = _WARM.setdefault(backend, set())
 
     def measure(self, what: Configuration) -> Measured | None:
         """None: it runs out of memory, and nothing of it is left."""
@@ -72,6 +79,8 @@ class Measurer:
     ) -> Measured | None:
         """As `measure`, of any adapters, each with the rows of its micro-batch. `then`: rows of a second
         pass, trained after the first while its graph is kept, as a trainer's passes are."""
+        for spec in specs:
+            self._warm_up(spec)
         with self._meter.measuring():
             try:
                 seconds, without_graph = self._train(specs, rows, then)
@@ -82,6 +91,16 @@ class Measurer:
                 error.__traceback__ = error.__context__ = None
                 return None
         return Measured(self._meter.peak_bytes(), seconds, without_graph)
+
+    def _warm_up(self, spec: AdapterSpec) -> None:
+        """Two tokens through an adapter like this one, once: on a CPU products are checked the first time,
+        and what that takes is none of a pass's memory. On CUDA they are checked for each number of rows."""
+        like = (spec.r, tuple(spec.targets))
+        if like in self._warm or self._base.device.type == "cuda":
+            return
+        self._warm.add(like)
+        with self._meter.measuring(), suppress(torch.OutOfMemoryError):
+            self._train([spec], [[self._row(0, 0, 2)]], ())
 
     def load(
         self, specs: Sequence[AdapterSpec], lengths: Sequence[int], *, all_labelled: bool = False

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.events import Exit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Sweep, Trial
@@ -84,7 +84,7 @@ class StrawJob:
 @dataclass
 class StrawCluster:
     curves: dict[str, Curve]
-    settings: EarlyExit
+    settings: SweepExit
     seed: int
     kills: int = 0  # of the sweep and of the coordinator, each
     exits: bool = True  # False: early exit does not reach the nodes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from gshare.agent.jobs.early_exit import EarlyExit
+from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Action, Begin, Ended, Event, Note, Paused, Run, Stop, Sweep, Trial
 from gshare.agent.jobs.sweep_records import Decision
@@ -32,7 +32,7 @@ class Engine:
     """Runs jobs one step at a time, in random order; what is written down survives kills."""
 
     curves: dict[str, Curve]
-    settings: EarlyExit
+    settings: SweepExit
     most: int
     kills: int
     seed: int
