@@ -79,11 +79,8 @@ def reference(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     ends = [(row["state"], row["pattern"], row["step"]) for row in result_of(out)["jobs"]]
     assert sorted((state, pattern, step > 10) for state, pattern, step in ends) == [
         ("completed", "", True),
-        (
-            "stopped",
-            "overfitting",
-            False,
-        ),  # in its warm-up, by its own losses: they are looked at on the node
+        # In its warm-up, by its own losses: they are looked at on the node.
+        ("stopped", "overfitting", False),
         ("stopped", "overfitting", True),  # 32 or 36, by the processor's rounding
         ("stopped", "underperformance", False),
     ]
