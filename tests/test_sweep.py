@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from gshare.agent.jobs.early_exit import SweepExit
+from gshare.agent.jobs.early_exit import Rank, SweepExit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import (
     Action,
@@ -194,6 +194,33 @@ def test_the_boundary_is_rounded_up_and_lies_before_the_last_step() -> None:
     assert [boundary(steps, 0.05) for steps in (1, 2, 20, 21, 100)] == [0, 1, 1, 2, 5]
     assert boundary(30, 0.1) == 3  # 0.1 · 30 is above 3 in floats
     assert boundary(30, 1e-12) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "on"), [("same_steps", ["small0", "large0"]), ("all", ["small0", "small1"])]
+)
+def test_a_large_batch_is_compared_with_its_like(rank: Rank, on: list[str]) -> None:
+    """Batches of 8 have made one step of 20 where batches of 1 have made eight of 160, and are behind all."""
+    trials = [
+        Trial.of(f"{size}{i}", batch=batch, total_steps=steps, warmup=0.05)
+        for size, batch, steps in (("small", 1, 160), ("large", 8, 20))
+        for i in range(4)
+    ]
+    sweep = Sweep(trials, SweepExit(rank=rank), Packing(lambda names: True))
+    sweep.handle(Begin())
+    actions: list[Action] = []
+    for trial in trials:
+        loss = (1.0 if trial.batch == 1 else 5.0) + 0.1 * int(trial.name[-1])
+        actions = sweep.handle(Paused(trial.name, trial.boundary, loss))
+    assert sorted(_of(actions, Run)) == sorted(on)
+    notes = {
+        one.job: one for one in actions if isinstance(one, Note) and one.event in ("selected", "stopped")
+    }
+    assert notes["large1"].evidence["rank"] == 6
+    assert ("rank_alike" in notes["large1"].evidence) is (rank == "same_steps")
+    if rank == "same_steps":
+        assert notes["large1"].evidence["steps"] == 1
+        assert "number 2 of 4 that have made as many steps" in notes["large1"].reason
 
 
 def test_the_smallest_share_keeps_one() -> None:
