@@ -8,7 +8,7 @@
     python benchmarks/sweep.py                                the sweep alone: samples saved, seconds
 
 For each seed the configurations are trained in full, packed (`full`), and by the sweep, with the defaults of
-`gshare sweep`: warm-up 5 %, keep 25 %. Gates, on every seed:
+`gshare sweep`: warm-up 5 %, keep 25 %, each compared with those of as many steps. Gates, on every seed:
 
     the winner's validation loss is at most 0.5 % above the full search's best
     every training and validation loss of the sweep is that of the full search, bit for bit

@@ -77,10 +77,10 @@ def ranking(
             name: None if step is None else history.get(name, {}).get(step) for name, step in steps.items()
         }
         kept = top(losses)
-        places = select(
+        verdicts = select(
             [Contender(name, steps[name] or totals[name], number(losses[name])) for name in totals], TOP
         )
-        alike = [name for name, place in places.items() if place.goes_on]
+        alike = [name for name, one in verdicts.items() if one.goes_on]
         found.append(
             {
                 "warmup": warmup,

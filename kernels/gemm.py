@@ -63,13 +63,11 @@ class RowInvariantGemm:
         if not self.exact:
             return x @ w
         transposed = w.stride(0) == 1
-        key = ("thin", w.shape, w.dtype, transposed)
-        if key not in self._plans:
-            probe = random_rows(w.shape[1], w.t()).t() if transposed else random_rows(w.shape[0], w)
-            self._plans[key] = (
-                choose_plan("thin", linear_dx_reference, x, probe) if self._checked else "whole"
-            )
-        return self._product(key, linear_dx_reference, x, w)
+
+        def probe() -> torch.Tensor:
+            return random_rows(w.shape[1], w.t()).t() if transposed else random_rows(w.shape[0], w)
+
+        return self._product(("thin", w.shape, w.dtype, transposed), linear_dx_reference, x, w, probe)
 
     def separable(self, w: torch.Tensor, at: int) -> bool:
         """Whether x @ wᵀ has the bits of the products with w[:at] and w[at:], side by side; checked on random
@@ -95,7 +93,7 @@ class RowInvariantGemm:
     ) -> torch.Tensor:
         if not self.exact:
             return _batch_dependent(product, kind, x, w, self._splits_above)
-        return self._product((kind, w.shape, w.dtype), product, x, w)
+        return self._product((kind, w.shape, w.dtype), product, x, w, lambda: w)
 
     def _product(
         self,
@@ -103,10 +101,11 @@ class RowInvariantGemm:
         product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         x: torch.Tensor,
         w: torch.Tensor,
+        checked_on: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         plan = self._plans.get(key)
         if plan is None:
-            plan = choose_plan(str(key[0]), product, x, w) if self._checked else "whole"
+            plan = choose_plan(key[0], product, x, checked_on()) if self._checked else "whole"
             self._plans[key] = plan
         return product(x, w) if plan == "whole" else in_tiles(product, x, w)
 

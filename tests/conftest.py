@@ -33,7 +33,7 @@ NEEDS_TORCH = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "peft", "bitsandbytes", "gguf"),
     *("pyarrow", "huggingface_hub", "gshare.kernels", "gshare.agent.base", "gshare.agent.train"),
 )
-#: Files, by the seconds that they take on two cores (320 to 30), without test_ and .py.
+#: Files that take minutes to half a minute of a core, the longest first, without test_ and .py.
 LONGEST = (
     *("device_engine", "triton_compile", "measure_memory", "sweep_process", "durability", "trunk_device"),
     *("sweep_benchmark", "trunk", "memory_real", "examples", "queueing_ahead", "cli_estimate", "clone_exact"),

@@ -6,16 +6,19 @@ import gc
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from gshare.agent.train import graph_capture
 from gshare.agent.train.graph_capture import GraphCapture
 from gshare.agent.train.host_copy import copied
 from gshare.agent.train.memory_meter import CudaMeter
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@needs_cuda
 def test_graphs_are_captured_again_when_none_is_left_and_whoever_waits_for_copies() -> None:
     device = torch.device("cuda")
     x, captures = torch.zeros(1 << 22, device=device), GraphCapture(device)
@@ -49,6 +52,7 @@ def test_graphs_are_captured_again_when_none_is_left_and_whoever_waits_for_copie
     assert float(x[-1]) == 20.0
 
 
+@needs_cuda
 def test_the_meter_tells_what_graphs_keep_from_the_tensors_of_launched_passes() -> None:
     """A pass that takes 64 MiB beside 32 that stay: launched, captured, replayed."""
     device, mib = torch.device("cuda", 0), 1 << 20
@@ -74,6 +78,7 @@ def test_the_meter_tells_what_graphs_keep_from_the_tensors_of_launched_passes() 
         del captured, captures, stays
 
 
+@needs_cuda
 def test_captures_that_are_gone_leave_no_memory() -> None:
     """cuBLAS's workspace for the stream they are made on is in nobody's graph."""
     device = torch.device("cuda", 0)
@@ -96,3 +101,30 @@ def test_captures_that_are_gone_leave_no_memory() -> None:
     assert first[1] == 0
     for _ in range(3):
         assert left() == first
+
+
+def test_a_stream_that_had_no_memory_to_be_made_ready_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the workspace would be made in the next capture. A stand-in for CUDA's streams, on any machine."""
+    made: list[torch.dtype] = []
+    memory = [False]
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if not memory[0]:
+            raise torch.OutOfMemoryError("no memory for a workspace")
+        made.append(a.dtype)
+        return a
+
+    monkeypatch.setattr(graph_capture, "_known", threading.local())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "mm", product)
+    device = torch.device("cpu")
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            graph_capture._stream(device)
+    memory[0] = True
+    stream = graph_capture._stream(device)
+    assert made == [torch.bfloat16, torch.float32]
+    assert graph_capture._stream(device) is stream
+    assert len(made) == 2

@@ -81,10 +81,12 @@ def reference(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("completed", "", True),
         # In its warm-up, by its own losses: they are looked at on the node.
         ("stopped", "overfitting", False),
-        ("stopped", "overfitting", True),  # 32 or 36, by the processor's rounding
+        ("stopped", "overfitting", True),
         ("stopped", "underperformance", False),
     ]
     assert {step for _, pattern, step in ends if pattern != "overfitting"} == {10, 40}
+    # By the processor's rounding: 36 on Intel's, 32 on an AMD EPYC.
+    assert {step for _, pattern, step in ends if pattern == "overfitting"} in ({10, 32}, {10, 36})
     return out
 
 
