@@ -24,6 +24,7 @@ def cross_entropy_reference(
     gemm: RowInvariantGemm,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h (R, H), head (V, H), targets (R,) int64 → nll (R,) fp32 and dh (R, H), or None without `scale`."""
+    gemm.plan(head, dx=scale is not None)  # before there are logits: it needs as much as they do
     nll = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
     dh = torch.empty_like(h) if scale is not None else None
     for start in range(0, h.shape[0], CHUNK_ROWS):

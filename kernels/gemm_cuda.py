@@ -86,9 +86,7 @@ class CudaGemm:
         """Compare now what `linear`, and with `dx` `linear_dx`, of `rows` rows would compare the first time.
         Of the head's that takes two and a half times the logits."""
         if w.dtype != torch.bfloat16 or not self.exact:
-            self._other.linear(w.new_zeros(1, w.shape[1]), w)  # checked once, for all numbers of rows
-            if dx:
-                self._other.linear_dx(w.new_zeros(1, w.shape[0]), w)
+            self._other.plan(w, dx=dx)  # checked once, for all numbers of rows
             return
         self._plan_linear(rows, w)
         if dx:

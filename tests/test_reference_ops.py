@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from gshare.kernels.cross_entropy import cross_entropy_reference
 from gshare.kernels.errors import NotRowInvariant
 from gshare.kernels.gemm import (
     CHECK_ROWS,
+    TILE_ROWS,
     RowInvariantGemm,
     choose_plan,
     in_tiles,
@@ -210,7 +212,7 @@ def _splits_above(limit: int):
         if x.shape[0] <= limit:
             return x @ w.t()
         half = x.shape[1] // 2
-        return x[:, :half] @ w[:, :half].t() + x[:, half:] @ w[:, half:].t()
+        return (x[:, :half] @ w[:, :half].t()).addmm_(x[:, half:], w[:, half:].t())
 
     return product
 
@@ -268,6 +270,47 @@ def test_an_adapter_s_products_have_the_bits_of_a_sequence_alone(
             for one, whole in zip(run(first, last, alone), together, strict=True)
         )
         assert same is (exact or last - first >= 16)
+
+
+def _peak(run: Callable[[], object]) -> int:
+    """The most bytes that were allocated at once, by the allocator's own record."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as seen:
+        run()
+    held = most = 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("plan", ["whole", "tiled"])
+def test_a_product_is_compared_within_two_results(plan: str) -> None:
+    """`estimate_run` counts the logits of 256 rows twice: what compares the head's may not need more, nor
+    may what runs it in tiles need another result."""
+    w = torch.randn(20_000, 8)
+    product = {"whole": lambda x, w: x[:, :1] * w[:, 0], "tiled": _splits_above(100)}[plan]
+    rows = max(CHECK_ROWS["cpu"])
+    result, tile = rows * w.shape[0] * 4, TILE_ROWS["cpu"] * w.shape[0] * 4
+    product(torch.ones(rows, 8), w)  # what a library keeps for itself from its first product on
+
+    def compare() -> str:
+        return choose_plan("linear", product, torch.ones(1, 8), w)
+
+    assert compare() == plan
+    assert result < _peak(compare) < 2.1 * result + 2 * tile
+    assert result < _peak(lambda: in_tiles(product, torch.ones(rows, 8), w)) < 1.1 * result + 2 * tile
+
+
+def test_the_head_is_compared_before_there_are_logits() -> None:
+    """Its products need as much as the logits do: the first pass may not hold both."""
+    h, head, targets = torch.randn(256, 8), torch.randn(20_000, 8), torch.randint(20_000, (256,))
+    logits, gemm = targets.numel() * head.shape[0] * 4, RowInvariantGemm()
+    peaks = [
+        _peak(lambda: cross_entropy_reference(h, head, targets, torch.ones(256), gemm)) for _ in range(2)
+    ]
+    assert logits < peaks[0] < peaks[1] + 0.4 * logits
 
 
 def test_a_product_of_no_rows_is_empty() -> None:
