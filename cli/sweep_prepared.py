@@ -54,11 +54,12 @@ class Prepared:
         self._take()
 
     def draw(self, sweep: Sweep) -> tuple[Added, dict[str, Job]]:
-        """What a sampler gives next, told the losses at the boundary so far; it is written down first."""
+        """What a sampler gives next, told how those so far did at the boundary; it is written down first."""
         space = self.spec.sampled
         assert space is not None
-        losses = [sweep.boundary_loss(name) for name in self.jobs]
-        drawn = draw(space, list(zip(self.sampled, losses, strict=True)))
+        told = sweep.told()
+        values = [told[name] for name in self.jobs]
+        drawn = draw(space, list(zip(self.sampled, values, strict=True)))
         if not drawn:
             return Added(()), {}
         before = len(self.sampled)

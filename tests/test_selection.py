@@ -15,6 +15,7 @@ from gshare.agent.jobs.selection import (
     evidence_of,
     select,
     share_of,
+    standings,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,35 @@ def test_places_that_are_left_over_go_round_the_groups_by_their_losses() -> None
     assert on(select(crowd(), 0.3)) == two_each | {"s8-2", "s4-2"}
     small = [one for one in crowd() if one.name[-1] in "01"]  # two of each: half a place each
     assert on(select(small, 0.25)) == {"s8-0", "s4-0"}
+
+
+def test_a_sampler_is_told_where_each_stands_among_its_like() -> None:
+    """Of raw losses it would learn to draw small batches, which have made more steps: the control."""
+    told = standings([*crowd(), Contender("out", 2, None), Contender("alone", 3, 5.0)])
+    assert told["out"] is None
+    assert told["alone"] == 0.5
+    for steps in (8, 4, 2):
+        assert [told[f"s{steps}-{number}"] for number in range(8)] == [(n + 0.5) / 8 for n in range(8)]
+    best_eight = sorted(crowd(), key=lambda one: told[one.name] or 0.0)[:8]
+    assert Counter(one.steps for one in best_eight) == {8: 3, 4: 3, 2: 2}
+    by_loss = sorted(crowd(), key=lambda one: one.loss or 0.0)[:8]
+    assert Counter(one.steps for one in by_loss) == {8: 8}
+
+
+@given(CONTENDERS)
+def test_standings_keep_the_order_of_losses_within_a_group(contenders: list[Contender]) -> None:
+    told = standings(contenders)
+    assert list(told) == [one.name for one in contenders]
+    for one in contenders:
+        value = told[one.name]
+        assert (value is None) is (one.loss is None)
+        for other in contenders:
+            further = told[other.name]
+            if value is None or further is None or one.steps != other.steps:
+                continue
+            assert one.loss is not None
+            assert other.loss is not None
+            assert (one.loss < other.loss) <= (value < further)
 
 
 def test_a_larger_remainder_comes_first() -> None:

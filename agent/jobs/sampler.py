@@ -1,6 +1,6 @@
-"""Optuna's part in a sweep: it is asked for some configurations, told their losses, and asked for the next.
+"""Optuna's part in a sweep: it is asked for some configurations, told how they did, and asked for the next.
 
-Each draw is a function of the settings and of what was drawn before with its losses: the study is made anew,
+Each draw is a function of the settings and of what was drawn before and how it did: the study is made anew,
 with a seed of its own. So a sweep that was killed draws what it would have drawn. `gshare[optuna]`, imported
 when it is needed.
 """
@@ -20,7 +20,8 @@ from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]]) -> list[dict[str, Any]]:
     """The next `space.batch` configurations, fewer at the end, none when `space.n_trials` were drawn.
 
-    `told`: all drawn before, in order, each with its validation loss at the boundary (None: it had none).
+    `told`: all drawn before, in order, each with a figure that is lower for the better (None: it came to no
+    boundary), of which the order alone counts.
     UsageError without Optuna, or when the ranges no longer hold what was drawn from them.
     """
     count = min(space.batch, space.n_trials - len(told))

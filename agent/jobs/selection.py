@@ -64,6 +64,19 @@ def select(contenders: Sequence[Contender], share: float, *, among_all: bool = F
     return {one.name: Verdict(one.name in chosen, alike[one.name], overall[one.name]) for one in everybody}
 
 
+def standings(contenders: Sequence[Contender]) -> dict[str, float | None]:
+    """Where each stands among those with as many steps, above 0 (the lowest loss) and below 1; None: as its
+    loss. What a sampler is told: of losses after unlike numbers of steps it would learn to make many."""
+    groups: dict[int, list[Contender]] = {}
+    for one in _ranked(contenders):
+        groups.setdefault(one.steps, []).append(one)
+    found: dict[str, float | None] = {one.name: None for one in contenders}
+    for group in groups.values():
+        for place, one in enumerate(group):
+            found[one.name] = (place + 0.5) / len(group)
+    return found
+
+
 def share_of(share: float, count: int) -> int:
     """⌈share · count⌉ as meant in decimals: 0.1 of 30 are 3, though 0.1 · 30 is above 3 in floats. At least
     1: a share is above 0, however small."""

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.events import JobStateName
 from gshare.agent.jobs.packing import Candidate, Packing
-from gshare.agent.jobs.selection import Contender, describe_drop, evidence_of, select, share_of
+from gshare.agent.jobs.selection import Contender, describe_drop, evidence_of, select, share_of, standings
 from gshare.agent.jobs.sweep_records import Decision, DecisionEvent, Pattern
 
 Phase = Literal["waiting", "warming", "ready", "chosen", "training", "ended"]
@@ -175,9 +175,12 @@ class Sweep:
     def phase(self, job: str) -> Phase:
         return self._trials[job].phase
 
-    def boundary_loss(self, job: str) -> float | None:
-        """What it is ranked by; None: it has not come to its boundary, or ended before."""
-        return self._trials[job].loss
+    def told(self) -> dict[str, float | None]:
+        """What a sampler is told of each: lower is better, by its loss at the boundary; None: it has none."""
+        contenders = [Contender(one.trial.name, _steps(one.trial), one.loss) for one in self._trials.values()]
+        if self._settings.rank == "all":
+            return {one.name: one.loss for one in contenders}
+        return standings(contenders)
 
     # ------------------------------------------------------------------ replay
 
@@ -303,7 +306,7 @@ class Sweep:
                 continue
             evidence = {
                 "val_loss": one.loss,
-                **evidence_of(verdict, _contender(one).steps),
+                **evidence_of(verdict, _steps(one.trial)),
                 "best_val_loss": one.best,
             }
             step = one.step
@@ -324,8 +327,12 @@ class Sweep:
 
 
 def _contender(one: _Trial) -> Contender:
-    steps = one.trial.boundary or one.trial.total_steps
-    return Contender(one.trial.name, steps, one.loss if _is_candidate(one) else None)
+    return Contender(one.trial.name, _steps(one.trial), one.loss if _is_candidate(one) else None)
+
+
+def _steps(trial: Trial) -> int:
+    """After which it is ranked."""
+    return trial.boundary or trial.total_steps
 
 
 def _candidate(trial: Trial) -> Candidate:
