@@ -30,6 +30,7 @@ from gshare.agent.jobs.early_exit import EarlyExit, SweepExit
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, WarmStart
+from gshare.agent.jobs.spec_rules import check_ranks
 from gshare.agent.jobs.sweep_records import SWEEP_FILE, SWEEP_LOCK, Decision, append_decision, read_sweep
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.joining import why_not_this, with_identity
@@ -277,6 +278,7 @@ def _own_config(
         gpus = flags.gpus or hello.gpu or ",".join(theirs.gpu.gpus)
         plan = plan_gpu(replace(flags, gpus=gpus), "auto", outlives=detach)
         assert plan is not None, "GPUs that are named are found or refused"
+        check_ranks([request.spec])
         if plan.note:
             console.print(Text(f"warning: {plan.note}"))
         estimate = partial(
@@ -316,6 +318,7 @@ def _new_config(
     plan = plan_gpu(flags, "auto", outlives=detach)
     gpu = None
     if plan is not None:
+        check_ranks([request.spec])
         if plan.note:
             console.print(Text(f"warning: {plan.note}"))
         estimate = partial(run_estimate, run, model_dir, [request], on_gpu=True, cards=plan.cards)

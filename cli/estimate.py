@@ -32,6 +32,7 @@ from gshare.agent.jobs.memory_grid import Configuration, grid, grid_estimate
 from gshare.agent.jobs.memory_profile import DamagedProfile, MemoryProfile, profile_key, write_profile
 from gshare.agent.jobs.spec import BaseDtype, JobRequest, RunSpec
 from gshare.agent.jobs.spec_file import run_spec_from_flags
+from gshare.agent.jobs.spec_rules import check_ranks
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.registry import GpuRequest
 from gshare.agent.vram.budget import with_allowance
@@ -94,6 +95,8 @@ def estimate(
     )
     plan = plan_gpu(gpu_flags, device)
     # They are all alike: what is wrong with one is said once.
+    if plan is not None:
+        check_ranks(run.adapters[:1])
     model_dir = find_model(msgspec.structs.replace(run, adapters=run.adapters[:1]))
     base = base_identity(model_dir)
     profile, fault = _known(run, base, plan)

@@ -21,6 +21,7 @@ from gshare.agent.data.prepare import run_estimate
 from gshare.agent.errors import EXIT_OK, EXIT_RETRY, UsageError
 from gshare.agent.jobs.events import Event
 from gshare.agent.jobs.spec import JobRequest, RunSpec
+from gshare.agent.jobs.spec_rules import check_ranks
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.output_dir import RunRecord, check_free_output_dir
 from gshare.agent.service.registry import RUNNER, GpuRequest, TrainerConfig, collect_dead
@@ -92,6 +93,8 @@ def finetune(
         raise UsageError(f"{run.source}: no adapter; add one with [[adapter]]")
     check_sinks(report_to)
     plan = plan_gpu(gpu_flags, device, outlives=detach)
+    if plan is not None:
+        check_ranks(run.adapters)
     if gpu_flags.experimental_mps:
         run = save_often(run)
     _check_output_dirs(run, resume=resume)

@@ -34,7 +34,7 @@ from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
 from gshare.cli.streams import stderr_console
 from gshare.cli.sweep_board import Progress, print_result
-from gshare.cli.sweep_memory import Memory, memory_of
+from gshare.cli.sweep_memory import Memory, check_for_gpu, memory_of
 from gshare.cli.sweep_plan import plan_of, print_plan
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
 from rich.text import Text
@@ -92,6 +92,8 @@ def sweep(
     if state_dir is not None or accept_new:
         raise UsageError(f"--{'state-dir' if state_dir else 'accept-new'}: only with --cluster FILE")
     reserved = plan_gpu(gpu_flags, device)
+    if reserved is not None:
+        check_for_gpu(source)
     console = stderr_console()
     before = earlier(source, resume=resume, on_cluster=False)
     made = Prepared(source, before.sampled if before is not None else [], console, resume=before is not None)
@@ -151,6 +153,8 @@ def plan(
         raise UsageError(f"--tokens-per-second: must be a finite number above 0, not {tokens_per_second}")
     source = SweepFile(file, given(run_flags, adapter_flags))
     gpu = plan_gpu(gpu_flags, device)
+    if gpu is not None:
+        check_for_gpu(source)
     made = Prepared(source, [], stderr_console(), resume=read_sweep(source.directory) is not None)
     memory = memory_of(made.spec.run, made.model_dir, made.specs(), gpu, gpu_flags.vram)
     planned = plan_of(

@@ -16,9 +16,12 @@ from gshare.agent.errors import UsageError
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
 from gshare.agent.jobs.memory_choice import choose_estimate
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec, cache_bytes
+from gshare.agent.jobs.spec_rules import check_ranks
+from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.vram.budget import parse_budget, show_mb, with_allowance
 from gshare.cli.gpu_plan import GpuPlan, room_mb
+from gshare.kernels.limits import MAX_RANK
 
 #: Of the main memory that is free, on a CPU run: what else runs wants some too.
 CPU_SHARE = 0.8
@@ -63,6 +66,19 @@ class Memory:
             cards=self.cards,
             trunk_cache=cache_bytes(self.run.trunk_cache) or 0,
             trunk_cache_host=int(self.run.trunk_cache_host * 2**30),
+        )
+
+
+def check_for_gpu(source: SweepFile) -> None:
+    """UsageError: a configuration has a rank, or may be drawn with one, that no GPU trains. Before any data
+    is read."""
+    spec = source.spec()
+    check_ranks(spec.run.adapters)
+    space = spec.sampled
+    if space is not None and (highest := space.highest("r")) > MAX_RANK:
+        raise UsageError(
+            f"{space.source}: [sweep.ranges], r: up to {highest:g}, and {MAX_RANK} is the most that the CUDA "
+            "kernels take; lower it, or train on the CPU"
         )
 
 

@@ -28,6 +28,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from gshare.kernels.limits import MAX_RANK
 from gshare.kernels.staging import Staging
 
 #: Tokens of a block and of a granule. The sums of dA and dB are cut by it: a part of the numerics.
@@ -36,8 +37,6 @@ BLOCK_T = 64
 ALIGN = 16
 #: Each linear's columns of S start at a multiple of this: 16 bytes of bf16.
 COLUMN_ALIGN = 8
-#: Highest rank the kernels were built for.
-MAX_RANK = 256
 
 
 def column_width(rank: int) -> int:

@@ -16,6 +16,7 @@ from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
 from gshare.agent.jobs.memory_choice import choose_estimate
 from gshare.agent.jobs.model_limits import add_model_faults
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec, cache_bytes
+from gshare.agent.jobs.spec_rules import check_ranks
 from gshare.agent.xdg import cache_dir
 
 if TYPE_CHECKING:
@@ -78,10 +79,15 @@ def run_estimate(
     on_gpu: bool,
     cards: Sequence[str] = (),
 ) -> MemoryEstimate:
-    """Memory of training `requests` together; `cards`: names of the GPUs on any of which it may be."""
+    """Memory of training `requests` together; `cards`: names of the GPUs on any of which it may be.
+
+    UsageError: a rank is beyond what a GPU trains.
+    """
     from gshare.agent.base.config import read_config
     from gshare.agent.service.base_identity import base_identity
 
+    if on_gpu:
+        check_ranks(request.spec for request in requests)
     tokens, longest = largest_pass(run)
     return choose_estimate(
         ModelShape.of(read_config(model_dir)),

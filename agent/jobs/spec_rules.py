@@ -7,13 +7,14 @@ several adapters are in `spec_file.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-from gshare.agent.jobs.faults import convert
+from gshare.agent.jobs.faults import Faults, convert
 from gshare.agent.jobs.names import name_fault, nearest, shorten
 from gshare.agent.jobs.spec import LINEARS, AdapterSpec, RunSpec
+from gshare.kernels import limits
 
 Rule = Callable[[Any], str | None]
 
@@ -199,6 +200,18 @@ def adapter_value(key: str, raw: object, *, lax: bool = False) -> tuple[Any, str
 def run_value(key: str, raw: object, *, lax: bool = False) -> tuple[Any, str | None]:
     """The same for a key of the whole run."""
     return _value(raw, RUN_TYPES[key], RUN_RULES.get(key), lax=lax)
+
+
+def check_ranks(specs: Iterable[AdapterSpec], most: int = limits.MAX_RANK) -> None:
+    """UsageError naming each adapter whose rank is beyond what an engine takes, by default one on a GPU."""
+    faults = Faults()
+    for spec in specs:
+        if spec.r > most:
+            faults.add(
+                f"adapter {spec.name}: r {spec.r}",
+                f"is beyond {most}, the most that the CUDA kernels take; lower it, or train on the CPU",
+            )
+    faults.raise_if_any()
 
 
 def _value(raw: object, annotation: Any, rule: Rule | None, *, lax: bool) -> tuple[Any, str | None]:

@@ -29,6 +29,11 @@ class SampledSpace:
     seed: int
     source: str = "the sweep's file"  # for messages
 
+    def highest(self, key: str) -> float:
+        """Of a number that may be drawn; 0 where the key is none of those drawn."""
+        values = self.ranges.get(key, [0])
+        return values.high if isinstance(values, Range) else max(values)
+
 
 def range_fault(key: str, interval: Range) -> str | None:
     """What is wrong with an interval, as Optuna's distributions have it; None: nothing."""

@@ -9,6 +9,7 @@ from typing import Literal
 from gshare.agent.base.config import ModelConfig
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.spec import JobRequest, WarmStart
+from gshare.agent.jobs.spec_rules import check_ranks
 from gshare.agent.train.checkpoint import latest_checkpoint, load_checkpoint, load_start, truncate_metrics
 from gshare.agent.train.files import remove_leftovers
 from gshare.agent.train.fingerprint import fingerprint_changes
@@ -22,11 +23,7 @@ Say = Callable[[Literal["info", "warning", "error"], str, str], None]
 def check_spec(request: JobRequest, config: ModelConfig, most_rank: int) -> None:
     """UsageError when the model has no such layers or positions, or the engine takes no such rank."""
     spec = request.spec
-    if spec.r > most_rank:
-        raise UsageError(
-            f"adapter {spec.name}: r {spec.r} is beyond {most_rank}, the most that the CUDA kernels take; "
-            "lower it, or train it on the CPU"
-        )
+    check_ranks([spec], most_rank)
     if spec.layers_to_transform is not None:
         beyond = [i for i in spec.layers_to_transform if i >= config.num_layers]
         if beyond:

@@ -45,7 +45,8 @@ from gshare.agent.train.trunk_cache import fill_states
 from gshare.kernels.backend import Backend
 from gshare.kernels.dropout_triton import keep_masks
 from gshare.kernels.layout import Group
-from gshare.kernels.lora_tables import MAX_RANK, LoraWorkspace, PassTables
+from gshare.kernels.limits import MAX_RANK
+from gshare.kernels.lora_tables import LoraWorkspace, PassTables
 from gshare.kernels.staging import Fetched, Readback
 from gshare.kernels.triton_backend import DeviceLayout, DeviceLora
 
