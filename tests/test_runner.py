@@ -207,7 +207,7 @@ def test_a_refused_job_leaves_nothing_and_a_name_is_taken_once(
         runner.admit(request(tmp_path, "long", max_length=4096))
     with monkeypatch.context() as patch:
         patch.setattr(runner.engine, "most_rank", 16)  # as an engine on CUDA has one
-        with pytest.raises(UsageError, match="r 17 is beyond 16"):
+        with pytest.raises(UsageError, match="r 17: is beyond 16"):
             runner.admit(request(tmp_path, "wide", r=17))
     gone = request(tmp_path, "gone")
     (Path(gone.train_store) / "tokens.bin").unlink()
