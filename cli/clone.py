@@ -114,8 +114,10 @@ def clone(
     else:
         config, hello = _look(parent)
     record = _record_of(parent)
-    new_name = new_name or free_name(name, _names_taken(record.spec))
-    _check_name_is_free(new_name)
+    beside = Path(record.spec.output_dir).parent
+    configurations = _configurations(beside)
+    new_name = new_name or free_name(name, _names_taken(beside) | configurations)
+    _check_name_is_free(new_name, configurations, beside)
     spec = cloned_spec(record.spec, settings, name=new_name, warm=warm, base_dir=Path.cwd())
     run = _own_run(config, record, spec)
     out = Path(spec.output_dir)
@@ -240,13 +242,22 @@ def _sweep_of(parent: RunRecord) -> _Sweep | None:
         raise GshareError(f"{directory / SWEEP_FILE}: early_exit: {error}") from None
 
 
-def _names_taken(spec: AdapterSpec) -> set[str]:
+def _names_taken(beside: Path) -> set[str]:
     """Of jobs, and of what lies beside the parent's output_dir."""
-    beside = Path(spec.output_dir).parent
     return {job.status.job for job in find_all()} | {entry.name for entry in beside.iterdir()}
 
 
-def _check_name_is_free(name: str) -> None:
+def _configurations(directory: Path) -> set[str]:
+    """Names of the configurations of the sweep that is there, and of their directories, which those that
+    wait have not got yet."""
+    sweep = read_sweep(directory)
+    configurations = sweep.configurations if sweep is not None else []
+    return {name for one in configurations for name in (one.name, Path(one.output_dir).name)}
+
+
+def _check_name_is_free(name: str, configurations: set[str], beside: Path) -> None:
+    if name in configurations:
+        raise UsageError(f"--name {name}: is of a configuration of the sweep in {beside}; choose another")
     if any(job.status.job == name and job.status.state not in ENDED for job in find_all()):
         raise UsageError(f"--name {name}: a job of this name is running; choose another")
 

@@ -219,23 +219,46 @@ def test_with_its_trainer_gone_too_a_clone_is_a_run_of_its_own(
     assert "run.json: not the record of job d" in err
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_clone_of_a_sweep_s_configuration_is_among_its_decisions(parent: Popen[str], runs: bool) -> None:
-    """As long as the sweep runs. It is stopped by its own losses, as its parent would be."""
-    out = Path("out").absolute()
-    settings = EarlyExit(overfitting_patience=1)
-    one = Configuration(
-        name="a", hyper_parameters={}, total_steps=40000, samples_total=40000, output_dir=str(out / "a")
-    )
-    record = SweepRecord(
+def _sweep_record(settings: EarlyExit = EarlyExit(), **directories: Path) -> SweepRecord:  # noqa: B008
+    return SweepRecord(
         name="s",
         model="fake",
         base_dtype="bf16",
         early_exit=msgspec.to_builtins(settings),
         created=1.0,
-        configurations=[one],
+        configurations=[
+            Configuration(
+                name=name,
+                hyper_parameters={},
+                total_steps=40000,
+                samples_total=40000,
+                output_dir=str(directory),
+            )
+            for name, directory in directories.items()
+        ],
     )
-    write_sweep(out, record)
+
+
+@pytest.mark.parametrize("name", ["s-late", "late"])
+def test_a_clone_takes_no_name_or_folder_of_a_configuration_that_waits(parent: Popen[str], name: str) -> None:
+    """The control: beside a sweep without it the same clone is made."""
+    out = Path("out").absolute()
+    write_sweep(out, _sweep_record(a=out / "a", **{"s-late": out / "late"}))
+    clone = ("jobs", "clone", "a", "--set", "lr=1e-3", "--set", script("b"), "--name", name)
+    code, _, err = gshare(*clone)
+    assert code == 2
+    assert f"--name {name}: is of a configuration of the sweep in {out}; choose another" in err
+    assert not (out / name).exists()
+    write_sweep(out, _sweep_record(a=out / "a"))
+    assert gshare(*clone)[0] == 0
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_clone_of_a_sweep_s_configuration_is_among_its_decisions(parent: Popen[str], runs: bool) -> None:
+    """As long as the sweep runs. It is stopped by its own losses, as its parent would be."""
+    out = Path("out").absolute()
+    settings = EarlyExit(overfitting_patience=1)
+    write_sweep(out, _sweep_record(settings, a=out / "a"))
     DecisionLog(out).close()
     lock = take_lock(out / SWEEP_LOCK)
     assert lock is not None

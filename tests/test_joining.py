@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from gshare.agent.service import protocol, registry
 from gshare.agent.service.client import Reply, TrainerClient
 from gshare.agent.service.hold import spawn_trainer
 from gshare.agent.service.joining import with_identity
+from gshare.agent.service.own_jobs import OwnJobs
 from gshare.agent.service.registry import TrainerConfig
 
 SUPPORT = Path(__file__).parent / "support"
@@ -253,6 +255,60 @@ def test_a_job_of_the_same_name_elsewhere_gets_a_trainer_of_its_own(
     assert b.says("a job named a runs in it")
     assert not b.supervisor.joined
     stop(a)
+
+
+def test_a_name_that_a_sweep_is_still_to_bring_is_its_own(config: TrainerConfig, tmp_path: Path) -> None:
+    """Whoever else has a job of that name gets a trainer of its own, also when the sweep's has ended."""
+    late = job("late", tmp_path, "steps=20")
+    a = Client(config, [job("a", tmp_path, LONG), late], "A", first=["a"])
+    a.steps("a", 1)
+    for folder, states in (("2", []), ("3", ["completed"])):
+        b = Client(config, [job("late", tmp_path / folder, "steps=9,loss=0.5")], "B")
+        assert b.wait() == 0
+        assert b.says("a job named late runs in it, or is to")
+        assert not b.supervisor.joined
+        assert a.states("late")[-1:] == states
+        if not states:
+            a.go_on(late)
+            a.until(lambda events: "completed" in a.states("late"))
+    assert weights(late) == weights_after("late", 20)
+    stop(a)
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_another_s_job_is_never_told_of_as_one_s_own(
+    config: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: bool
+) -> None:
+    """With a trainer that keeps no names, another client's job is there first, and one's own is refused. The
+    control tells of events by their names alone."""
+    send = TrainerClient.send
+
+    def without_names(self: TrainerClient, make: type, **fields: Any) -> int:
+        fields.pop("names", None)
+        return send(self, make, **fields)
+
+    monkeypatch.setattr(TrainerClient, "send", without_names)
+    if not looked_at:
+        monkeypatch.setattr(OwnJobs, "_is_ours", lambda self, event: True)
+    late = job("late", tmp_path, "steps=20")
+    a = Client(config, [job("a", tmp_path, LONG), late], "A", first=["a"])
+    a.steps("a", 1)
+    b = Client(config, [job("late", tmp_path / "2", f"{LONG},eval=1")], "B")
+    b.steps("late", 3)
+    assert b.supervisor.joined
+    a.go_on(late)
+    a.until(lambda events: "failed" in a.states("late"))
+    seen = len(b.events)
+    wait_for(lambda: len(b.events) > seen + 20)
+    told = [e for e in a.events if isinstance(e, Stepped) and e.job == "late"]
+    status = a.supervisor.table.get("late")
+    assert status is not None
+    if looked_at:
+        assert a.states("late") == ["failed"]
+        assert (status.state, status.step, status.val_loss, told) == ("failed", 0, None, [])
+    else:
+        assert told
+    stop(a, b)
 
 
 def test_a_directory_in_use_means_try_again_later_when_joined_too(

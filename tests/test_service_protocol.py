@@ -14,7 +14,7 @@ FROZEN = {
     "last_seq joinable waiting gpu jobs",  # these five: added, only who joins asks for them
     "join": "id jobs budget_mb resident_mb",
     "open": "id",
-    "submit": "id jobs",
+    "submit": "id jobs names",  # names: added; who does not know it keeps none
     "stop": "id jobs reason",
     "pause": "id jobs",
     "resume": "id jobs pause_at",

@@ -81,7 +81,7 @@ class Desk:
         self._owner: dict[str, int | None] = {}  # job → key of its connection; None: detached
         self._claims: dict[str, OutputClaim] = {}
         self._names: dict[int, str] = {}  # key of a connection → its client's name in row and shares
-        self._promised: dict[str, int] = {}  # name of a job that a client has joined with → its connection
+        self._promised: dict[str, int] = {}  # name of a job that a client brings → its connection
         self._pending: list[tuple[Connection, JoinTrainer]] = []  # until the trainer is opened
         self._opener: int | None = None  # the client whose jobs are on trial
         self._opener_left = False
@@ -214,8 +214,8 @@ class Desk:
     def _make_room(self, connection: Connection, request: JoinTrainer) -> None:
         active = set(self._table.active())
         for job in request.jobs:
-            if job in active or self._promised.get(job, connection.key) != connection.key:
-                self._refuse(connection, request, f"a job named {job} runs in it")
+            if job in active or self._is_promised(job, connection):
+                self._refuse(connection, request, f"a job named {job} runs in it, or is to")
                 return
         name = self._unique_name(connection)
         try:
@@ -237,6 +237,10 @@ class Desk:
         return (
             connection.client if connection.client not in taken else f"{connection.client}#{connection.key}"
         )
+
+    def _is_promised(self, job: str, connection: Connection) -> bool:
+        """To another client."""
+        return self._promised.get(job, connection.key) != connection.key
 
     def _open(self) -> None:
         if not self._config.join_key:
@@ -278,6 +282,10 @@ class Desk:
                 self.ended_early(job, connection.client, "its client left")
             return
         self._first_jobs_of(connection)
+        active = set(self._table.active())
+        for job in request.names:
+            if job not in active or self._owner.get(job) == connection.key:
+                self._promised.setdefault(job, connection.key)
         done: list[str] = []
         failed: dict[str, str] = {}
         busy: list[str] = []
@@ -310,9 +318,10 @@ class Desk:
     def _admit(self, request: JobRequest, connection: Connection) -> None:
         spec = request.spec
         check_name(spec.name, what="job")
-        promised = self._promised.get(spec.name, connection.key) != connection.key
-        if spec.name in self._table.active() or promised:
-            raise GshareError(f"job {spec.name}: a job of this name runs in this trainer; choose another")
+        if spec.name in self._table.active() or self._is_promised(spec.name, connection):
+            raise GshareError(
+                f"job {spec.name}: a job of this name runs in this trainer, or is to; choose another"
+            )
         claim = OutputClaim(self._run_record(request), resume=request.resume)
         # A clone that was stopped goes on from what its directory says, whoever resumes it.
         request = msgspec.structs.replace(request, start=claim.run.start)

@@ -206,7 +206,7 @@ class Finder:
         if not right_gpu(self._config, candidate.config, hello.gpu):
             return f"it is on another GPU ({hello.gpu or ', '.join(_gpus(candidate.config))})"
         if taken := sorted(set(hello.jobs) & set(self._jobs)):
-            return f"a job named {taken[0]} runs in it"
+            return f"a job named {taken[0]} runs in it, or is to"
         if waits and (only_now or (self._config.gpu is not None and self._timeout_s <= 0)):
             return "it waits for GPU memory itself"
         return ""

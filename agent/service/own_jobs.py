@@ -9,13 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, EXIT_RETRY, EXIT_SIGINT
 from gshare.agent.jobs import suspects
-from gshare.agent.jobs.events import ENDED, Event, JobChanged, JobStateName, Stepped, TrainerMessage
+from gshare.agent.jobs.events import (
+    ENDED,
+    Evaluated,
+    Event,
+    JobChanged,
+    JobStateName,
+    Stepped,
+    TrainerMessage,
+)
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.service.client import TrainerClient
 from gshare.agent.service.hold import Joined, Spawned
@@ -62,6 +70,7 @@ class OwnJobs:
         self._parked: set[str] = set()  # of these: paused where they were to pause, until `go_on`
         self.over = False  # every job that has not ended is ended for a reason that is none of its own
         self._waiting: dict[int, tuple[str, ...]] = {}  # SubmitJobs not answered yet
+        self._held: list[Event] = []  # of jobs of these names; whose they are, the answers say
         self._answered_once = False  # by the trainer that runs now: it has its memory and its base
         self._busy: set[str] = set()  # refused because another trainer writes to their directories
         self._warned: set[str] = set()
@@ -90,7 +99,8 @@ class OwnJobs:
         ]
         self._submitted |= set(jobs)
         self._here |= set(jobs)
-        self._waiting[self._connected.send(SubmitJobs, jobs=requests)] = jobs
+        names = [] if self.first is None else list(self._by_name)
+        self._waiting[self._connected.send(SubmitJobs, jobs=requests, names=names)] = jobs
 
     def _send(self, make: type[PauseJobs | ResumeJobs], jobs: tuple[str, ...]) -> None:
         """The reply does not matter: what fails has ended meanwhile, and its event says so."""
@@ -109,7 +119,25 @@ class OwnJobs:
             failed = reply.failed
             self._busy |= set(reply.busy)
         for job, reason in failed.items():
+            self._here.discard(job)
             self._actions.extend(self._end(job, "failed", reason))
+
+    def _ours(self, events: Sequence[Event]) -> Iterator[Event]:
+        """Those that are of this client's jobs, each looked at when those before it were taken."""
+        asked = {job for jobs in self._waiting.values() for job in jobs}
+        known = [*self._held, *events]
+        self._held = [event for event in known if _is_state(event) and event.job in asked]
+        for event in known:
+            if not (_is_state(event) and event.job in asked) and self._is_ours(event):
+                yield event
+
+    def _is_ours(self, event: Event) -> bool:
+        """Not of a job that has only the name of one: of one that is still to be sent, was refused, or has
+        ended."""
+        status = self.table.get(event.job)
+        if status is None:
+            return True
+        return event.job in self._here and not (_is_state(event) and status.state in ENDED)
 
     def _take(self, event: Event) -> list[suspects.Action]:
         """Shows the event and tells the machine."""
@@ -182,3 +210,8 @@ class OwnJobs:
         if failed and failed <= self._busy:
             return EXIT_RETRY
         return EXIT_FAILURE if failed else EXIT_SIGINT
+
+
+def _is_state(event: Event) -> bool:
+    """It says how far a job is; the others are words."""
+    return isinstance(event, JobChanged | Stepped | Evaluated)

@@ -84,10 +84,14 @@ class OpenTrainer(_Message, frozen=True, tag="open"):
 
 
 class SubmitJobs(_Message, frozen=True, tag="submit"):
-    """Admit these jobs, between two rounds. Answered by `Done` with the refused ones in `failed`."""
+    """Admit these jobs, between two rounds. Answered by `Done` with the refused ones in `failed`.
+
+    `names`: of all jobs of a sweep, which come one by one. Nobody else's get them while its client is there.
+    """
 
     id: int
     jobs: list[JobRequest]
+    names: list[str] = []  # added
 
 
 class StopJobs(_Message, frozen=True, tag="stop"):

@@ -106,7 +106,7 @@ class Supervisor(OwnJobs):
             events = self._connection.poll(_POLL)
             for request_id in list(self._waiting):
                 self._answered(request_id)
-            for event in events:
+            for event in self._ours(events):
                 self._actions.extend(self._take(event))
             if self._closed and self._machine.alone is None and not self._machine.done:
                 self._off_trial()
@@ -134,7 +134,7 @@ class Supervisor(OwnJobs):
 
     def _start(self, action: suspects.StartTrainer) -> None:
         self._here, self._parked = set(), set()
-        self._waiting = {}
+        self._waiting, self._held = {}, []
         self._answered_once = False
         self._closed = action.alone
         self._searching = action.jobs
@@ -234,7 +234,7 @@ class Supervisor(OwnJobs):
         if found is not None:
             jobs = tuple(job for jobs in self._waiting.values() for job in jobs)
             self._hang_up()
-            self._here, self._waiting = set(), {}
+            self._here, self._waiting, self._held = set(), {}, []
             self._use(found, jobs)
 
     def _stop_own(self) -> None:
@@ -266,13 +266,14 @@ class Supervisor(OwnJobs):
         self._trainer = self._connection = None
         seq = 0
         if connection is not None and connection.directory == trainer.directory:
-            for event in connection.pending():
+            self._waiting = {}  # nobody answers any more
+            for event in self._ours(connection.pending()):
                 self._take(event)
             seq = connection.seq
             connection.close()
         # Durable events that were written down and no longer sent, so that each still comes exactly once.
         for event in read_journal(trainer.directory / "journal.jsonl", after_seq=seq):
-            if not event.job or event.job in self._by_name:
+            if not event.job or event.job in self._here:
                 self._take(event)
         ended_in_order = read_exit(trainer.directory)
         if ended_in_order is None and code in (EXIT_OK, EXIT_SIGTERM):

@@ -51,27 +51,39 @@ def job(name: str, tmp_path: Path, script: str = "", *, resume: bool = False) ->
 
 @dataclass
 class Client:
-    """A supervising client in a thread of this process, as the node agent runs them."""
+    """A supervising client in a thread of this process, as the node agent runs them. Of a sweep's, which has
+    `first` ones, the others are let `go_on` at its next event."""
 
     config: TrainerConfig
     requests: list[JobRequest]
     name: str
     join: bool = True
+    first: list[str] | None = None
     events: list[Event] = field(default_factory=list)
     code: int | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
+        self._going_on: list[JobRequest] = []
         self.supervisor = Supervisor(
             config=self.config,
             requests=self.requests,
-            on_event=self.events.append,
+            on_event=self._heard,
             stop=self.stop,
             client=self.name,
             join=self.join,
+            first=self.first,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _heard(self, event: Event) -> None:
+        self.events.append(event)
+        while self._going_on:
+            self.supervisor.go_on(self._going_on.pop())
+
+    def go_on(self, request: JobRequest) -> None:
+        self._going_on.append(request)
 
     def _run(self) -> None:
         self.code = self.supervisor.run()
