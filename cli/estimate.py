@@ -176,6 +176,12 @@ def _measure(
 
         where = pick_device(held.device)
         guard = make_guard(held.reservation, asked=held.device, where=where, may_grow=False, say=say)
+        if where.type == "cpu" and not quiet:
+            say(
+                "info",
+                f"on the CPU passes of up to {tokens:,} tokens take minutes each, of which there are "
+                "some forty; --max-tokens-per-pass measures smaller ones",
+            )
         with progress(quiet=quiet) as tell, told("the base", guard):
             tell("loading the base")
             backend = pick_backend(where, plans=cache_dir() / "gemm-plans.json")
