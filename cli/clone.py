@@ -35,6 +35,7 @@ from gshare.agent.jobs.sweep_records import SWEEP_FILE, SWEEP_LOCK, Decision, ap
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.joining import why_not_this, with_identity
 from gshare.agent.service.output_dir import (
+    CLONE_FILE,
     LOCK_FILE,
     RUN_FILE,
     START_DIR,
@@ -60,8 +61,6 @@ from gshare.cli.streams import stderr_console
 from rich.console import Console
 from rich.text import Text
 
-#: The clone's job spec, for `gshare finetune --adapters-config`.
-SPEC_FILE = "clone.toml"
 _NO_FLAGS = ReserveFlags()
 
 
@@ -265,7 +264,7 @@ def _check_name_is_free(name: str, configurations: set[str], beside: Path) -> No
 def _check_output_dir(run: RunSpec, out: Path) -> None:
     (spec,) = run.adapters
     check_free_output_dir(RunRecord(model=run.model, base_dtype=run.base_dtype, spec=spec), resume=False)
-    for entry in (out / START_DIR, out / SPEC_FILE):
+    for entry in (out / START_DIR, out / CLONE_FILE):
         if os.path.lexists(entry):
             raise UsageError(f"{entry}: is there already; remove it, or choose another --name or output_dir")
 
@@ -356,7 +355,7 @@ def _take_weights(parent: Found, directory: Path) -> WarmStart:
 def _write_spec(run: RunSpec, parent: RunRecord, request: JobRequest, name: str) -> None:
     """`clone.toml`: with --resume it goes on with the clone, which knows its start by its directory."""
     spec, start = request.spec, request.start
-    path = Path(spec.output_dir) / SPEC_FILE
+    path = Path(spec.output_dir) / CLONE_FILE
     how = f"warm, from step {start.step}, weights {start.sha256}" if start is not None else "cold"
     keys = ("model", "base_dtype", "schedule", "max_tokens_per_pass", "max_adapters_per_pass")
     values = {key: getattr(run, key) for key in keys} | {"model": parent.model}
@@ -381,6 +380,6 @@ def _clear_up(out: Path) -> None:
         return
     with contextlib.suppress(OSError):
         shutil.rmtree(out / START_DIR, ignore_errors=True)
-        (out / SPEC_FILE).unlink(missing_ok=True)
+        (out / CLONE_FILE).unlink(missing_ok=True)
         (out / LOCK_FILE).unlink(missing_ok=True)
         os.rmdir(out)

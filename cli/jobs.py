@@ -31,6 +31,7 @@ from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import nearest, plain
 from gshare.agent.service.client import REPLY_SECONDS, TrainerClient, TrainerGone
 from gshare.agent.service.journal import strict_json
+from gshare.agent.service.output_dir import CLONE_FILE
 from gshare.agent.service.protocol import Done, JobStatus, PauseJobs, ResumeJobs, StopJobs
 from gshare.agent.service.registry import collect_dead, finished_jobs, live_trainers, log_path
 from gshare.cli.board import columns, number
@@ -375,13 +376,23 @@ def find_job(name: str, *, running: bool) -> Found:
     if matches and not running:
         return matches[0]
     if matches:
-        raise UsageError(f"job {name} has ended: {matches[0].status.state}")
+        raise UsageError(f"job {name} has ended: {matches[0].status.state}{_how_to_go_on(matches[0].status)}")
     known = sorted({job.status.job for job in everything})
     if any(other.endswith(f"-{name}") for other in known):  # `local_name` of a node's agent
         raise UsageError(f"no job named {name} of your own; if it is a cluster's job, add --cluster FILE")
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near else f"known: {', '.join(known[:20]) or 'none'}"
     raise UsageError(f"no job named {name}; {hint}")
+
+
+def _how_to_go_on(status: JobStatus) -> str:
+    """Of one that was stopped or has failed."""
+    if status.state not in ("stopped", "failed"):
+        return ""
+    own = Path(status.output_dir) / CLONE_FILE
+    if own.is_file():
+        return f"; it goes on with `gshare finetune --adapters-config {own} --resume`"
+    return "; it goes on with the command that it was started by, and --resume"
 
 
 def _jobs_of(trainer: Path) -> tuple[list[Found], str]:

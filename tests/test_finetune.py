@@ -223,7 +223,11 @@ def test_detached_jobs_go_on_and_are_followed_and_stopped_by_name() -> None:
     code, out, _ = gshare("jobs")
     assert sorted(line.split()[0:2] for line in out.splitlines()[1:]) == [["a", "stopped"], ["b", "stopped"]]
     code, _, err = gshare("jobs", "stop", "a")
-    assert (code, "a has ended: stopped" in err) == (2, True)
+    how = "it goes on with the command that it was started by, and --resume"
+    assert (code, f"a has ended: stopped; {how}" in err) == (2, True)
+    Path("out/a/clone.toml").write_text("")
+    _, _, err = gshare("jobs", "resume", "a")
+    assert "goes on with `gshare finetune --adapters-config" in err
     code, _, err = gshare("jobs", "stop", "aa")
     assert (code, "no job named aa; did you mean a?" in err) == (2, True)
 

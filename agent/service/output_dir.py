@@ -21,6 +21,8 @@ RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 #: The weights that a warm clone starts from.
 START_DIR = "start"
+#: A clone's job spec, for `gshare finetune --adapters-config`.
+CLONE_FILE = "clone.toml"
 #: How `gshare finetune` goes on with a run.
 GO_ON = "continue it with --resume"
 
