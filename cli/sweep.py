@@ -18,11 +18,7 @@ from cyclopts import App, Parameter
 from gshare.agent.errors import EXIT_OK, UsageError
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Added, Sweep
-from gshare.agent.jobs.sweep_records import (
-    DecisionLog,
-    read_decisions,
-    read_sweep,
-)
+from gshare.agent.jobs.sweep_records import DecisionLog, read_sweep
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.deciding import Job
 from gshare.agent.service.registry import GpuRequest, collect_dead
@@ -34,6 +30,7 @@ from gshare.cli.finetune_flags import AdapterFlags, GpuFlags, RunFlags, given
 from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
 from gshare.cli.streams import stderr_console
 from gshare.cli.sweep_board import Progress, print_result
+from gshare.cli.sweep_decided import decided_before
 from gshare.cli.sweep_memory import Memory, check_for_gpu, memory_of
 from gshare.cli.sweep_plan import plan_of, print_plan
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
@@ -194,6 +191,7 @@ def _run(
     from gshare.cli.live import make_view
 
     directory = made.source.directory
+    decided = decided_before(directory, made.specs())
     collect_dead()
     machine = Sweep(
         made.trials(),
@@ -201,7 +199,7 @@ def _run(
         Packing(memory.fits, most=made.spec.max_concurrent),
         expects_more=made.spec.sampled is not None,
     )
-    machine.replay(read_decisions(directory))
+    machine.replay(decided)
     names = made.all_requests()
     view = make_view([(one.spec.name, one.spec.output_dir) for one in names], json_lines=json_lines)
     told = False

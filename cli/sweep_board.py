@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gshare.agent.jobs.sweep_records import Decision, SweepRecord, read_decisions, read_sweep
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.sweep_records import (
+    Decision,
+    SweepRecord,
+    directory_of,
+    read_decisions,
+    read_sweep,
+)
+from gshare.agent.report.read import FINAL
 from gshare.agent.service.journal import strict_json
 from gshare.cli.board import columns, number
 
@@ -28,7 +36,7 @@ def result_of(directory: Path, left: Mapping[str, Progress] | None = None) -> di
     """
     record = read_sweep(directory)
     assert record is not None, directory
-    rows = _rows(record, read_decisions(directory), left or {})
+    rows = _rows(directory, record, read_decisions(directory), left or {})
     best = [row for row in rows if row["best_val_loss"] is not None and left is None]
     return {
         "type": "sweep",
@@ -43,7 +51,7 @@ def result_of(directory: Path, left: Mapping[str, Progress] | None = None) -> di
 
 
 def _rows(
-    record: SweepRecord, decisions: list[Decision], left: Mapping[str, Progress]
+    directory: Path, record: SweepRecord, decisions: list[Decision], left: Mapping[str, Progress]
 ) -> list[dict[str, Any]]:
     last: dict[str, Decision] = {}
     best: dict[str, float] = {}
@@ -67,7 +75,7 @@ def _rows(
             "total_steps": one.total_steps,
             "samples": decision.samples if decision is not None else 0,
             "samples_total": one.samples_total,
-            "output_dir": one.output_dir,
+            "output_dir": str(directory_of(directory, one)),
             "reason": decision.reason if decision is not None else "",
         }
         ahead = left.get(one.name)
@@ -81,11 +89,22 @@ def _rows(
 
 
 def print_result(directory: Path, *, json_lines: bool, left: Mapping[str, Progress] | None = None) -> None:
-    """On stdout: it is what the command gives back. `left` as for `result_of`."""
+    """On stdout: it is what the command gives back. `left` as for `result_of`. GshareError, when all is said:
+    the winner's adapter is not there, as in a finished sweep somebody has deleted it from."""
     result = result_of(directory, left)
+    lost = result["best"] is not None and not (Path(result["best"]) / FINAL).is_file()
     if json_lines:
         print(json.dumps(strict_json(result), allow_nan=False), flush=True)
-        return
+    else:
+        _print_for_people(result, lost=lost)
+    if lost:
+        raise GshareError(
+            f"the adapter of the winner, {result['winner']}, is not in {result['best']} any more, and a "
+            "sweep that is done trains nothing: put it back, or run the sweep again with another output_dir"
+        )
+
+
+def _print_for_people(result: dict[str, Any], *, lost: bool) -> None:
     lines = [("", "configuration", "best val loss", "steps", "samples", "state")]
     for place, row in enumerate(result["jobs"], start=1):
         state = f"{row['state']}: {row['pattern']}" if row["pattern"] else row["state"]
@@ -94,7 +113,7 @@ def print_result(directory: Path, *, json_lines: bool, left: Mapping[str, Progre
         lines.append((str(place), row["adapter"], number(row["best_val_loss"]), steps, samples, state))
     print("\n".join(columns(lines)))
     done, planned = result["samples"], result["samples_total"]
-    if left is not None:
+    if not result["done"]:
         print(f"trained on {done:,} of {planned:,} samples so far", flush=True)
         return
     if planned:
@@ -102,4 +121,5 @@ def print_result(directory: Path, *, json_lines: bool, left: Mapping[str, Progre
     if result["winner"] is None:
         print("no winner: no configuration had a validation loss that is a number", flush=True)
     else:
-        print(f"winner: {result['winner']}, its adapter in {result['best']}", flush=True)
+        where = "its adapter is gone" if lost else f"its adapter in {result['best']}"
+        print(f"winner: {result['winner']}, {where}", flush=True)

@@ -14,7 +14,7 @@ import msgspec
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Sweep
-from gshare.agent.jobs.sweep_records import DecisionLog, read_decisions
+from gshare.agent.jobs.sweep_records import DecisionLog
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.node.protocol import EARLY_EXIT
 from gshare.agent.service.deciding import Deciding
@@ -24,6 +24,7 @@ from gshare.cli.live import View, make_view
 from gshare.cli.streams import stderr_console
 from gshare.cli.submit import say
 from gshare.cli.sweep_board import Progress, print_result
+from gshare.cli.sweep_decided import decided_before
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
 from gshare.coordinator.api_client import CoordinatorClient
 from gshare.coordinator.api_protocol import (
@@ -123,7 +124,7 @@ class _Submissions:
 
 def _run(made: Prepared, options: Options, *, json_lines: bool) -> int:
     directory = made.source.directory
-    decided = read_decisions(directory)
+    decided = decided_before(directory, made.specs())
     machine = Sweep(
         made.trials(),
         made.spec.early_exit,

@@ -202,7 +202,7 @@ class ClusterSweep:
     def _is_to_go_on(self, row: JobRow) -> bool:
         """It waits where its warm-up has ended, or has failed in an earlier life and is to be tried again."""
         if row.parked:
-            return self._runs[row.job].pause_at == 0
+            return self.deciding.sweep.phase(row.job) == "training"
         return row.state == "failed" and row.job in self._new
 
     def _is_to_be_stopped(self, job: str) -> bool:

@@ -18,7 +18,7 @@ import pytest
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.early_exit import describe_exit
 from gshare.agent.jobs.events import Exit
-from gshare.agent.jobs.sweep_records import Decision, DecisionLog
+from gshare.agent.jobs.sweep_records import Decision, DecisionLog, SweepRecord, write_sweep
 from gshare.agent.report import charts, summary
 from gshare.agent.report.page import render_page
 from gshare.agent.report.read import read_report
@@ -27,7 +27,8 @@ from gshare.agent.service.protocol import JobStatus
 from gshare.agent.service.registry import FinishedJob, record_finished, take_lock
 from gshare.cli.main import main
 from gshare.cli.report import fitting_table
-from report_runs import HOSTILE, falling, rename, write_a_sweep, write_run
+from gshare.cli.sweep_board import result_of
+from report_runs import HOSTILE, configuration, falling, rename, write_a_sweep, write_run
 from rich.console import Console
 
 
@@ -54,6 +55,40 @@ def finished(directory: Path, state: Any, step: int, reason: str = "") -> None:
 
 
 # ---------------------------------------------------------------------- a sweep
+
+
+def test_of_equal_losses_the_sweep_s_winner_is_first_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, names = tmp_path / "s", ("paged", "exact", "other")
+    paths = [
+        write_run(root / name, losses=falling(100, 0.1), evaluations={100: 1.5}, done=True) for name in names
+    ]
+    never = write_run(root / "never", losses=[2.0], evaluations={})
+    early = write_run(root / "early", losses=[2.0], evaluations={})
+    record = SweepRecord(
+        name="tie",
+        model="/models/m",
+        base_dtype="fp32",
+        early_exit={},
+        created=1.0,
+        configurations=[configuration(path) for path in (*paths, never, early)],
+    )
+    write_sweep(root, record)
+    with DecisionLog(root) as log:
+        for name in reversed(names):
+            evidence = {"val_loss": 1.5, "best_val_loss": 1.5}
+            log.append(Decision(time=1.0, job=name, event="completed", step=100, evidence=evidence))
+    order = [row["adapter"] for row in result_of(root)["jobs"]]
+    assert order == [*names, "never", "early"]
+    found = report_json(root, capsys)
+    assert [run["name"] for run in found["runs"]] == order
+    assert found["pareto"] == {"samples": ["paged"], "seconds": ["paged"]}
+    assert main(["report", str(root), "--html", str(tmp_path / "x.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[1] for line in lines[: len(order)]] == order
+    page = (tmp_path / "x.html").read_text().partition('id="runs"')[2]
+    assert sorted(order, key=page.index) == order
 
 
 def test_a_sweep_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

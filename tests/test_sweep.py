@@ -104,6 +104,7 @@ def _check(engine: Engine, sweep: Sweep) -> None:
     assert {name: max(steps) for name, steps in engine.steps_done.items()} == last
     assert sweep.winner == winner
     assert engine.at_once <= engine.most or engine.most == 0
+    assert engine.passed_over == []
     for name, steps in engine.steps_done.items():
         assert set(steps) == set(range(1, last[name] + 1)), name
 
@@ -141,6 +142,17 @@ def test_kills_at_any_action_change_nothing(
     curves: dict[str, Curve], early: SweepExit, most: int, kills: int, seed: int
 ) -> None:
     engine = Engine(curves, early, most, kills, seed)
+    _check(engine, engine.run())
+
+
+@given(_curves(), EARLY, st.integers(0, 4), st.integers(1, 12), st.integers(0, 10**6))
+@example({f"j{i}": Curve((2.0, 1.0) * 5) for i in range(4)}, SweepExit(warmup=0.5, keep=1.0), 0, 4, 7)
+@settings(deadline=None)
+def test_kills_that_take_checkpoints_change_nothing(
+    curves: dict[str, Curve], early: SweepExit, most: int, kills: int, seed: int
+) -> None:
+    """A warm-up that is repeated has the evaluation at its boundary again, ranked or not."""
+    engine = Engine(curves, early, most, kills, seed, forgets=True)
     _check(engine, engine.run())
 
 
@@ -295,6 +307,38 @@ def test_a_failed_job_is_tried_again_when_resumed_unless_the_others_were_ranked(
     chosen = Decision(time=0, job="j1", event="selected", step=1)
     assert resumed(failed, at) == ["j0"]
     assert resumed(failed, at, chosen) == ["j1"]
+
+
+def test_a_chosen_one_that_repeats_its_warm_up_pauses_at_its_boundary_and_goes_on() -> None:
+    decided = [
+        Decision(time=0, job="j0", event="paused", step=1, evidence={"val_loss": 1.0}),
+        Decision(time=0, job="j1", event="stopped", step=1, pattern="underperformance"),
+        Decision(time=0, job="j0", event="selected", step=1),
+    ]
+    for _ in range(2):  # killed again in between
+        sweep = _sweep(2)
+        sweep.replay(decided)
+        actions = sweep.handle(Begin())
+        assert actions == [Note("j0", "resumed", 1), Run("j0", 1)]
+        decided.append(Decision(time=0, job="j0", event="resumed", step=1))
+        assert sweep.lost("j0", 1) == sweep.lost("j0", 5) == 0
+        assert sweep.lost("j0", 0) == 1
+        assert sweep.handle(Resumed("j0", 0)) == []
+        assert sweep.lost("j0", 0) == 0  # it is told once
+    assert sweep.handle(Paused("j0", 1, 1.0)) == [Run("j0", 0)]
+    assert sweep.handle(Resumed("j0", 1)) == []
+    by_hand = sweep.handle(Paused("j0", 1, 1.0))
+    assert by_hand == [Note("j0", "paused", 1, reason="by the user")]
+
+
+def test_a_person_pauses_a_chosen_one_before_its_boundary() -> None:
+    trial = Trial.of("j0", batch=1, total_steps=20, warmup=0.25)
+    sweep = Sweep([trial], SweepExit(), Packing(lambda names: True))
+    sweep.replay([Decision(time=0, job="j0", event="selected", step=5)])
+    assert _of(sweep.handle(Begin()), Run) == ["j0"]
+    assert _of(sweep.handle(Paused("j0", 3, 1.0)), Note) == ["j0"]
+    assert _of(sweep.handle(Resumed("j0", 3)), Note) == ["j0"]
+    assert sweep.handle(Paused("j0", 5, 1.0)) == [Run("j0", 0)]
 
 
 def test_a_sampler_is_asked_when_its_last_ones_are_through_the_warm_up() -> None:

@@ -10,11 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.jobs.sweep_records import Configuration, SweepRecord, read_sweep, write_sweep
+from gshare.agent.jobs.spec import AdapterSpec
+from gshare.agent.jobs.sweep_records import (
+    Configuration,
+    Decision,
+    DecisionLog,
+    SweepRecord,
+    read_sweep,
+    write_sweep,
+)
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.cli import sweep as sweep_command
 from gshare.cli import sweep_cluster, sweep_prepared
 from gshare.cli.main import main
+from gshare.cli.sweep_decided import decided_before
 from gshare.cli.sweep_prepared import Prepared
 from gshare.coordinator import submission
 from gshare.coordinator.api_protocol import ApiWelcome, JobRow
@@ -95,6 +104,26 @@ def file(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "s.toml"
     path.write_text(SWEEP.format(model=tiny_checkpoint))
     return path
+
+
+def test_what_has_made_steps_must_be_in_the_decisions(tmp_path: Path) -> None:
+    specs = [AdapterSpec(name=name, data="d", output_dir=str(tmp_path / name)) for name in "ab"]
+    assert decided_before(tmp_path, specs) == []  # killed before anything was decided
+    for spec in specs:
+        Path(spec.output_dir).mkdir()
+        (Path(spec.output_dir) / "run.json").write_text("{}")
+    (tmp_path / "b" / "metrics.jsonl").touch()
+    assert decided_before(tmp_path, specs) == []  # or before anybody had trained
+    (tmp_path / "b" / "checkpoint-5").mkdir()
+    with pytest.raises(UsageError, match=r"decisions.jsonl is gone or empty, and b has made steps already"):
+        decided_before(tmp_path, specs)
+    with DecisionLog(tmp_path) as log:
+        log.append(Decision(time=0.0, job="a", event="started"))
+        log.append(Decision(time=0.0, job="b", event="cloned"))
+        with pytest.raises(UsageError, match=r"says nothing of b, which has made .* \(checkpoint-5 in "):
+            decided_before(tmp_path, specs)
+        log.append(Decision(time=0.0, job="b", event="started"))
+    assert len(decided_before(tmp_path, specs)) == 3
 
 
 @pytest.mark.parametrize("resume", [False, True])

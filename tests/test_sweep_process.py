@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,6 +262,56 @@ def test_interrupted_it_checkpoints_and_goes_on(
     assert not any(one.pattern == "user" for one in read_decisions(path.parent / "out"))
     _run("sweep", str(path), "--resume")
     _check_same(path.parent, reference)
+
+
+@pytest.fixture
+def finished(reference: Path, tmp_path: Path) -> Path:
+    """The file of a finished sweep of its own."""
+    directory = tmp_path / "finished"
+    shutil.copytree(reference, directory)
+    record = directory / "out" / "sweep.json"
+    record.write_text(record.read_text().replace(str(reference), str(directory)))
+    return directory / "s.toml"
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "cut short"])
+def test_without_its_decisions_a_finished_sweep_is_refused_and_nothing_is_overwritten(
+    finished: Path, how: str
+) -> None:
+    out = finished.parent / "out"
+    log = out / "decisions.jsonl"
+    if how == "gone":
+        log.unlink()
+    else:
+        log.write_bytes(b"" if how == "emptied" else log.read_bytes().partition(b"\n")[0] + b"\n")
+    before, files = _files(out), sorted(out.rglob("*"))
+    _, err = _run("sweep", str(finished), "--resume", code=2)
+    what = "says nothing of s-" if how == "cut short" else "is gone or empty, and s-"
+    assert f"{log} {what}" in err
+    assert "put the file back as it was, or choose another output_dir" in err
+    assert (_files(out), sorted(out.rglob("*"))) == (before, files)
+
+
+def test_a_winner_whose_adapter_was_deleted_is_told(finished: Path) -> None:
+    out = finished.parent / "out"
+    best = Path(result_of(out)["best"])
+    assert best.is_relative_to(out)
+    shutil.rmtree(best)
+    said, err = _run("sweep", str(finished), "--resume", code=1)
+    assert said.splitlines()[-1].endswith(", its adapter is gone")
+    winner = result_of(out)["winner"]
+    assert f"the adapter of the winner, {winner}, is not in {best} any more" in err
+    said, err = _run("sweep", str(finished), "--resume", "--json", code=1)
+    assert json.loads(said.splitlines()[-1])["winner"] == winner
+    assert "run the sweep again with another output_dir" in err
+
+
+def test_a_finished_sweep_that_was_moved_says_where_its_adapter_is_now(finished: Path) -> None:
+    moved = finished.parent.rename(finished.parent.with_name("moved"))
+    said, _ = _run("sweep", str(moved / "s.toml"), "--resume")
+    best = Path(said.splitlines()[-1].partition("its adapter in ")[2])
+    assert best.is_relative_to(moved)
+    assert (best / "adapter_model.safetensors").is_file()
 
 
 def test_another_sweep_in_its_directory_is_refused(reference: Path) -> None:

@@ -11,7 +11,8 @@ whose boundary would be its last step is ranked by its last validation loss.
 What a job does in its warm-up, and after it, depends on nothing beside it (its early exit is its own machine,
 its boundary a step). So the losses that are ranked, who goes on, and who wins are the same whatever fits at
 once, in whatever order things end, and however often somebody is killed: `replay` brings a machine to where
-the written decisions say, and what was not written is decided again, equally.
+the written decisions say, and what was not written is decided again, equally. A chosen one that lost its
+checkpoints repeats its warm-up with the evaluation at its boundary, which its early exit counts, and goes on.
 
 Events in, actions out; no clock, file or socket.
 """
@@ -98,7 +99,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Run:
-    """Train `job` on from wherever it is, to `pause_at`; 0: to its end."""
+    """Train `job` on from wherever it is, to `pause_at`; 0, or a step behind it: to its end."""
 
     job: str
     pause_at: int
@@ -141,6 +142,7 @@ class _Trial:
     loss: float | None = None  # at the boundary
     best: float | None = None
     verdict: Literal["", "chosen", "dropped"] = ""
+    arrived: bool = False  # at its boundary, in this life: its checkpoint stands there
     paused: bool = False  # by a person, and not at the boundary; keeps its memory
     before: Phase = "waiting"  # what a failed one goes back to when the sweep is resumed
 
@@ -174,6 +176,13 @@ class Sweep:
 
     def phase(self, job: str) -> Phase:
         return self._trials[job].phase
+
+    def lost(self, job: str, step: int) -> int:
+        """The step at which `job` had a checkpoint when it was ranked, if it now runs from an earlier `step`;
+        else 0. To be asked before `Resumed` is told."""
+        one = self._trials[job]
+        reached = min(one.step, one.trial.boundary) if one.verdict == "chosen" else 0
+        return reached if step < reached else 0
 
     def told(self) -> dict[str, float | None]:
         """What a sampler is told of each: lower is better, by its loss at the boundary; None: it has none."""
@@ -224,6 +233,10 @@ class Sweep:
     def _paused(self, event: Paused) -> list[Action]:
         one = self._trials[event.job]
         one.step = event.step
+        arrives = event.step == one.trial.boundary and not one.arrived
+        one.arrived = one.arrived or arrives
+        if one.phase == "training" and arrives:
+            return [Run(event.job, 0)]  # ranked in an earlier life: it was to be evaluated here, no more
         if one.phase != "warming" or event.step != one.trial.boundary:
             one.paused = True
             return [Note(event.job, "paused", event.step, reason="by the user")]
@@ -285,7 +298,8 @@ class Sweep:
             one.phase = "warming" if first else "training"
             actions += [
                 Note(job, "started" if first else "resumed", one.step),
-                Run(job, one.trial.boundary if first else 0),
+                # Chosen in an earlier life, it may have lost its checkpoints since.
+                Run(job, 0 if one.arrived else one.trial.boundary),
             ]
         return actions
 

@@ -58,6 +58,13 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     submission: str = ""  # under which they are there
 
 
+def directory_of(directory: Path, configuration: Configuration) -> Path:
+    """A configuration's directory; beside sweep.json when the whole sweep was moved."""
+    told = directory / configuration.output_dir
+    beside = directory / Path(configuration.output_dir).name
+    return beside if not os.path.isdir(told) and os.path.isdir(beside) else told
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `decisions.jsonl`. `evidence`: the numbers that the decision follows from, by name."""
 

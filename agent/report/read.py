@@ -24,6 +24,7 @@ from gshare.agent.jobs.sweep_records import (
     Configuration,
     Decision,
     SweepRecord,
+    directory_of,
     read_decisions,
     read_sweep,
 )
@@ -238,7 +239,7 @@ def _sweep_report(
             raise GshareError(f"{path / SWEEP_FILE}: names no configuration; move it away")
         report.created = sweep.created
         for configuration in sweep.configurations:
-            run = _read_run(_moved(path, configuration), configuration.name, finished)
+            run = _read_run(directory_of(path, configuration), configuration.name, finished)
             _take_configuration(run, configuration, sweep)
             report.runs.append(run)
     by_job: dict[str, list[Decision]] = {}
@@ -256,13 +257,6 @@ def _inside(path: Path, name: str) -> Path:
     if "/" in name or name in ("", ".", ".."):
         raise GshareError(f"{path / DECISIONS_FILE}: names a job {name!r}, which is no name")
     return path / name
-
-
-def _moved(path: Path, configuration: Configuration) -> Path:
-    """Its directory; beside sweep.json when the whole sweep was moved."""
-    told = path / configuration.output_dir
-    beside = path / Path(configuration.output_dir).name
-    return beside if not os.path.isdir(told) and os.path.isdir(beside) else told
 
 
 def _take_configuration(run: Run, configuration: Configuration, sweep: SweepRecord) -> None:

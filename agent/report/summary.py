@@ -27,13 +27,14 @@ class Saving:
 
 
 def leaderboard(runs: Sequence[Run]) -> list[Run]:
-    """By the best validation loss; then those without a finite one, then the never evaluated, by name."""
+    """By the best validation loss; then those without a finite one, then the never evaluated. Equal ones stay
+    as they were found: a sweep's in its file's order, by which it chose its winner too."""
 
-    def rank(run: Run) -> tuple[int, float, str]:
+    def rank(run: Run) -> tuple[int, float]:
         value = run.best_val_loss
         if value is None:
-            return 2, 0.0, run.name
-        return (0, value, run.name) if math.isfinite(value) else (1, 0.0, run.name)
+            return 2, 0.0
+        return (0, value) if math.isfinite(value) else (1, 0.0)
 
     return sorted(runs, key=rank)
 
@@ -102,12 +103,12 @@ def seconds_cost(run: Run) -> float | None:
 
 def pareto(runs: Sequence[Run], cost: Callable[[Run], float | None]) -> list[Run]:
     """The runs that no other beats in both cost and best validation loss, cheapest first. Runs of which
-    either is not known, or not a number, are no part of it."""
-    known = [(value, run.best_val_loss, run.name, run) for run in runs if (value := cost(run)) is not None]
+    either is not known, or not a number, are no part of it; of equal ones the first."""
+    known = [(value, run.best_val_loss, run) for run in runs if (value := cost(run)) is not None]
     finite = [one for one in known if one[1] is not None and math.isfinite(one[1]) and math.isfinite(one[0])]
     front: list[Run] = []
     best = math.inf
-    for _, loss, _, run in sorted(finite, key=lambda one: one[:3]):
+    for _, loss, run in sorted(finite, key=lambda one: one[:2]):
         assert loss is not None
         if loss < best:
             best = loss

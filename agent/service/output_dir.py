@@ -63,7 +63,7 @@ def check_output_dir(run: RunRecord, *, resume: bool, go_on: str = GO_ON) -> Non
         raise UsageError(f"{where} is a file; name a directory")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{where} is not writable")
-    results = _results(directory)
+    results = results_in(directory)
     before = read_record(directory, where)
     if before is None:
         if results:
@@ -157,9 +157,9 @@ class OutputClaim:
             self._fd = None
 
 
-def _results(directory: Path) -> list[str]:
+def results_in(directory: Path) -> list[str]:
     """Names of what training leaves behind, in the order in which a message should name them."""
-    names = sorted(entry.name for entry in directory.iterdir())
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     known = ("adapter_model.safetensors", "adapter_model.bin", "adapter_config.json", "best")
     found = [name for name in known if name in names]
     found += [name for name in names if name.startswith("checkpoint-")]

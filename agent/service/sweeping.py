@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
-from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged
+from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop, Sweep
 from gshare.agent.jobs.sweep_records import DecisionLog, Pattern
@@ -100,6 +100,7 @@ class SweepRun:
             val_loss = status.val_loss
             return Paused(event.job, event.step, val_loss) if val_loss is not None else None
         if event.state == "running":
+            self._tell_lost(event.job, event.step)
             return Resumed(event.job, event.step)
         if event.state not in ENDED:
             return None
@@ -118,6 +119,12 @@ class SweepRun:
             reason=event.reason,
             evidence=event.exit.evidence if event.exit is not None else {},
         )
+
+    def _tell_lost(self, job: str, step: int) -> None:
+        if reached := self.sweep.lost(job, step):
+            how = f"goes on from step {step}" if step else "starts again"
+            text = f"its checkpoint of step {reached} is gone: it {how}; its place in the ranking stays"
+            self.on_event(TrainerMessage(level="warning", text=text, job=job))
 
     # ------------------------------------------------------------------ actions
 

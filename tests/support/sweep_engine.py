@@ -37,10 +37,12 @@ class Engine:
     kills: int
     seed: int
     sweep_type: type[Sweep] = Sweep
+    forgets: bool = False  # a kill takes some jobs' checkpoints with it
     decisions: list[Decision] = field(default_factory=list)
     saved: dict[str, int] = field(default_factory=dict)  # step of a job's newest checkpoint
     steps_done: dict[str, list[int]] = field(default_factory=dict)  # every step made, again ones included
     at_once: int = 0
+    passed_over: list[str] = field(default_factory=list)  # made the step of their boundary without a pause
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -56,6 +58,9 @@ class Engine:
                 return self._life()
             except Killed:
                 self.kills -= 1
+                for name in sorted(self.saved) if self.forgets else ():
+                    if self._random.random() < 0.5:
+                        del self.saved[name]
 
     def _life(self) -> Sweep:
         sweep = self.sweep_type(self.trials, self.settings, Packing(lambda names: True, most=self.most))
@@ -84,6 +89,9 @@ class Engine:
         step += 1
         running[name] = (step, pause_at)
         self.steps_done.setdefault(name, []).append(step)
+        boundary = next(trial.boundary for trial in self.trials if trial.name == name)
+        if step == boundary != pause_at:
+            self.passed_over.append(name)
         best = min(curve.losses[:step])
         if step == curve.nan_at:
             return Ended(name, "diverged", step, None, best, reason="not finite")
