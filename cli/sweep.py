@@ -164,6 +164,7 @@ def plan(
         memory,
         most=made.spec.max_concurrent,
         tokens_per_second=tokens_per_second,
+        sampled=made.spec.sampled,
     )
     trunk = forecast(
         [stage.trains for stage in planned.stages],
