@@ -158,6 +158,7 @@ def _run(made: Prepared, options: Options, *, json_lines: bool) -> int:
             on_row=shown.take_row,
             say=view.say,
             on_tick=view.tick,
+            on_look=shown.tell_waits,
             stop=stop,
         )
         code = run.run()
