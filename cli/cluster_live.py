@@ -153,6 +153,7 @@ class Shown:
             self._view.say(plain(f"{jobs} for a place: {where} to give now"))
 
     def _tell_node(self, node: str, state: str, reason: str) -> None:
+        reason = reason.removeprefix(f"node {node}: ")
         line = f"node {node} is {state}" + (f": {reason}" if reason else "")
         if self._told_nodes.get(node) != line:
             self._told_nodes[node] = line

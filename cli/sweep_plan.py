@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
 from gshare.cli.sweep_memory import Memory
+from gshare.cli.sweep_values import values_of, values_text
 
 #: A sweep of hundreds has as many sets: beyond this nobody reads them.
 SETS_SHOWN = 30
@@ -174,11 +176,16 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
     if json_lines:
         print(json.dumps(_as_json(plan, spec, trunk, seconds, in_full)), flush=True)
         return
-    lines: list[tuple[str, ...]] = [("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")]
+    title = ("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")
+    values = {name: values_text(each) for name, each in values_of(spec).items()}
+    # A grid's names have their values, unless these are many or make no name.
+    numbered = any(re.fullmatch(r"(.*-)?c\d+", name) for name in values)
+    lines: list[tuple[str, ...]] = [(*title, "values") if numbered else title]
     for trial in plan.trials:
         samples = plan.work[trial.name].samples(trial.total_steps)
         cells = (trial.batch, trial.total_steps, trial.boundary, samples, plan.alone_mb[trial.name])
-        lines.append((trial.name, *map(str, cells)))
+        line = (trial.name, *map(str, cells))
+        lines.append((*line, values[trial.name]) if numbered else line)
     print("\n".join(columns(lines)))
     widest = max(plan.stages, key=lambda stage: stage.memory_mb)
     most = max(len(stage.names) for stage in plan.stages)

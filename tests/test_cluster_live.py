@@ -67,7 +67,7 @@ def test_what_keeps_a_node_from_taking_jobs_is_told_once_and_when_it_changes(
     """Of one that never came up the state stays, so no event tells of the key."""
     wait(shown, "a", "b")
     assert told(n=("new", "not connected yet")) == ["node n is new: not connected yet"]
-    assert told(3, n=("new", KEY), m=("unreachable", "no heartbeat for 46 s")) == [
+    assert told(3, n=("new", f"node n: {KEY}"), m=("unreachable", "no heartbeat for 46 s")) == [
         f"node n is new: {KEY}",
         "node m is unreachable: no heartbeat for 46 s",
     ]

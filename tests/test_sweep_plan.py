@@ -19,6 +19,7 @@ from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast
 from gshare.cli.sweep_memory import Memory
 from gshare.cli.sweep_plan import Plan, plan_of, print_plan
+from gshare.cli.sweep_values import drawn, values_of, values_text
 from hypothesis import find, given
 from hypothesis import strategies as st
 
@@ -145,14 +146,20 @@ def test_places_of_those_that_are_stopped_early_are_counted() -> None:
     assert plan.tokens == 7 * (4 * 2 + 4 * 5 + 15 + 15) == case.cost_of([None] * 4 + [1.0] * 4)
 
 
+def spec_of(case: Case, space: SampledSpace | None, **values: Any) -> SweepSpec:
+    """All configurations have these values; `values` are those in which they differ."""
+    same = {"learning_rate": 0.000123456, "r": 8, "target_modules": ("q_proj", "v_proj"), "lora_alpha": 16}
+    adapters = [SimpleNamespace(name=one.name, **same, per_device_train_batch_size=1) for one in case.trials]
+    spec = SimpleNamespace(name="s", sampled=space, hyper_parameters=[values] * len(adapters))
+    spec.run = SimpleNamespace(adapters=adapters)
+    return cast("SweepSpec", spec)
+
+
 def told(
     case: Case, space: SampledSpace | None, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, dict[str, Any]]:
     """As text and as JSON."""
-    spec = cast(
-        "SweepSpec",
-        SimpleNamespace(name="s", sampled=space, hyper_parameters=[{"r": 2}] * len(case.trials)),
-    )
+    spec = spec_of(case, space)
     trunk = cast("Forecast", SimpleNamespace(told=lambda: "trunk", as_json=lambda: {}))
     print_plan(case.plan(space), spec, trunk, json_lines=False)
     text = capsys.readouterr().out
@@ -193,3 +200,42 @@ def test_where_all_are_drawn_there_are_no_others(capsys: pytest.CaptureFixture[s
     assert "others" not in text
     assert "\n175 tokens at most, of 280 in full (37.5% less; each row as its data's mean)\n" in text
     assert (json_object["tokens_of"], json_object["configurations_in_all"]) == (2, 2)
+
+
+def test_the_values_of_what_is_called_by_its_number_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    space = SampledSpace({"learning_rate": Range(1e-5, 1e-3), "target_modules": []}, 2, batch=2, seed=0)
+    case = case_of([(20, 1, 40)] * 2, SweepExit())
+    case.trials[:] = [replace(one, name=f"s-c{number}") for number, one in enumerate(case.trials, start=1)]
+    case.work.update({"s-c1": case.work["c0"], "s-c2": case.work["c1"]})
+    text, _ = told(case, space, capsys)
+    lines = text.splitlines()
+    assert lines[0].endswith("  values")
+    assert lines[1].startswith("s-c1 ")
+    assert lines[1].endswith("  lr 0.000123, target_modules q_proj+v_proj")
+    spec = spec_of(case, space)
+    assert drawn(spec) == [
+        f"s-c{number}: drawn with lr 0.000123, target_modules q_proj+v_proj" for number in (1, 2)
+    ]
+    assert drawn(spec, 1) == drawn(spec)[1:]
+    # Of a grid only that in which its configurations differ, and it is not drawn.
+    assert values_of(spec_of(case, None, r=4)) == {"s-c1": {"r": 4}, "s-c2": {"r": 4}}
+    assert drawn(spec_of(case, None, r=4)) == []
+
+
+def test_names_that_say_their_values_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    case = case_of([(20, 1, 40)], SweepExit())
+    case = replace(case, trials=[replace(case.trials[0], name="s-r8")], work={"s-r8": case.work["c0"]})
+    trunk = cast("Forecast", SimpleNamespace(told=lambda: "trunk"))
+    print_plan(case.plan(), spec_of(case, None, r=8), trunk, json_lines=False)
+    assert "values" not in capsys.readouterr().out
+
+
+def test_values_in_short() -> None:
+    values = {
+        "learning_rate": 1.23456e-5,
+        "per_device_train_batch_size": 4,
+        "optim": "adamw",
+        "max_steps": None,
+    }
+    assert values_text(values) == "lr 1.23e-05, batch 4, optim adamw, max_steps None"
+    assert values_text({}) == ""
