@@ -91,7 +91,7 @@ def plan_of(
 ) -> Plan:
     """The plan of these configurations; of a `sampled` sweep, those of its first draw."""
     count = sampled.n_trials if sampled is not None else len(trials)
-    places = _places(settings, count)
+    places = places_of(settings, count)
     if count > len(trials):  # all places may be theirs, whoever is drawn after them
         settings = msgspec.structs.replace(settings, keep=min(1.0, places / len(trials)))
     # What is drawn later is the same work unless a key of that kind is drawn.
@@ -104,7 +104,7 @@ def plan_of(
         budget_mb=memory.budget_mb,
         stages=_stages(trials, work, settings, memory, most=most),
         tokens=most_tokens(covered, work, places),
-        tokens_in_full=sum(_tokens(work[trial.name], trial.total_steps) for trial in covered),
+        tokens_in_full=sum(tokens_of(work[trial.name], trial.total_steps) for trial in covered),
         covered=len(covered),
         tokens_per_second=tokens_per_second,
     )
@@ -113,17 +113,18 @@ def plan_of(
 def most_tokens(trials: Sequence[Trial], work: Mapping[str, Work], places: int) -> float:
     """Of a sweep in which `places` of these go on after the warm-up, whichever: no less than it can cost."""
     rest = sorted((_rest(trial, work[trial.name]) for trial in trials), reverse=True)
-    in_full = sum(_tokens(work[trial.name], trial.total_steps) for trial in trials)
+    in_full = sum(tokens_of(work[trial.name], trial.total_steps) for trial in trials)
     return in_full - sum(rest[places:])
 
 
-def _places(settings: SweepExit, count: int) -> int:
+def places_of(settings: SweepExit, count: int) -> int:
+    """How many of `count` go on after the warm-up."""
     return share_of(settings.keep if settings.underperformance else 1.0, count)
 
 
 def _rest(trial: Trial, work: Work) -> float:
     """Tokens after its warm-up; 0 where it has none, as it is not stopped then."""
-    return _tokens(work, trial.total_steps) - _tokens(work, trial.boundary) if trial.boundary else 0.0
+    return tokens_of(work, trial.total_steps) - tokens_of(work, trial.boundary) if trial.boundary else 0.0
 
 
 def _stages(
@@ -150,7 +151,7 @@ def _stages(
         tokens = 0.0
         trains = Stretch({name: done[name] for name in names}, steps)
         for name in names:
-            tokens += _tokens(work[name], done[name] + steps) - _tokens(work[name], done[name])
+            tokens += tokens_of(work[name], done[name] + steps) - tokens_of(work[name], done[name])
             done[name] += steps
         stages.append(Stage(names, memory.predicted_mb(names), tokens, trains))
         for name in names:
@@ -164,7 +165,8 @@ def _stages(
     return stages
 
 
-def _tokens(work: Work, step: int) -> float:
+def tokens_of(work: Work, step: int) -> float:
+    """Of the first `step` steps, each row as the mean of its data."""
     return work.samples(step) * work.mean_tokens
 
 
