@@ -181,9 +181,11 @@ def _file_and_gpus(text: str) -> tuple[Path, int]:
 
 def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
     from gshare.agent.data.prepare import find_model, prepare_requests
+    from gshare.cli.prepare import shares, told_while
 
     name, run, draws, early_exit = _read(path)
-    model_dir = find_model(run)
+    with told_while(console, f"looking for {Path(run.model).name}") as tell:
+        model_dir = find_model(run, shares(tell))
     speed = rate(run, model_dir, gpus)
     said: set[str] = set()
 
@@ -194,7 +196,8 @@ def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
             said.add(of_data)
             console.print(Text(f"{name}: {of_data}"))
 
-    requests = prepare_requests(run, model_dir, resume=False, say=say)
+    with told_while(console, "reading the data"):
+        requests = prepare_requests(run, model_dir, resume=False, say=say)
     tokens, in_full = _count(requests * draws, early_exit)
     return Work(name, str(path), gpus, draws * len(requests), tokens, in_full, speed)
 
