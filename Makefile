@@ -87,4 +87,4 @@ $(VENV)-py310/.stamp: pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-py310 demo-run dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-py310 demo-run examples/sweep/out dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,14 +16,22 @@ from gshare.coordinator.api_protocol import (
     ClusterMessage,
     JobEnded,
     JobEvent,
+    JobMoved,
     JobRow,
     JobRows,
     ListClusterJobs,
+    ListNodes,
     NodeChanged,
+    NodeRow,
+    NodeRows,
 )
+from gshare.coordinator.node_state import UP_STATES
 
 #: How long a coordinator that went away is waited for: it is being started again, or it was ended.
 AWAY_SECONDS = 60.0
+#: Between two looks at why jobs wait. Of a node that never came up only the reason changes, not its state: no
+#: event tells of it.
+WAITS_SECONDS = 5.0
 
 
 def watch_jobs(
@@ -70,6 +78,7 @@ class _Watching:
                 for row in client.ask(JobRows, ListClusterJobs).jobs:
                     self._shown.take_row(row)
                 while self._shown.running:
+                    self._shown.tell_waits(client)
                     for event in client.poll(0.1):
                         self._shown.take(event)
                     self._since = client.journal_id, client.seq
@@ -85,6 +94,10 @@ class Shown:
     def __init__(self, view: View, names: set[str]) -> None:
         self._view = view
         self._nodes: dict[str, str] = {}
+        self._waiting: set[str] = set()  # for a place
+        self._told_nodes: dict[str, str] = {}  # what was said of each last
+        self._no_room: list[str] | None = None  # the nodes of which that was said; None: nobody waited then
+        self._next_waits = 0.0
         self.running = names
 
     def take_row(self, job: JobRow) -> None:
@@ -95,6 +108,7 @@ class Shown:
         row.step, row.total_steps = job.step, job.total_steps
         row.loss, row.val_loss, row.best_val_loss = job.loss, job.val_loss, job.best_val_loss
         self._on_node(job.job, job.node)
+        self._waits(job.job, job.state)
         if job.state in ENDED:
             self._end(job.job, job.state, job.reason)
         else:
@@ -106,13 +120,50 @@ class Shown:
             # An attempt's end is not its job's: that is told by itself, when the results are at home.
             if not isinstance(event.event, JobChanged) or event.event.state not in ENDED:
                 self._view.take(event.event)
+        elif isinstance(event, JobMoved):
+            self._waits(event.job, event.state)
         elif isinstance(event, JobEnded):
+            self._waits(event.job, event.state)
             self._end(event.job, event.state, event.reason)
         elif isinstance(event, ClusterMessage):
             self._view.say(plain(event.text))
         elif isinstance(event, NodeChanged):
-            why = f": {event.reason}" if event.reason else ""
-            self._view.say(plain(f"node {event.node} is {event.state}{why}"))
+            self._tell_node(event.node, event.state, event.reason)
+
+    def tell_waits(self, client: CoordinatorClient) -> None:
+        """Why those that wait for a place have none: a line a node, when there is something new to say."""
+        if not self._waiting:
+            self._no_room = None
+        elif time.monotonic() >= self._next_waits:
+            self._next_waits = time.monotonic() + WAITS_SECONDS
+            self._tell_waits(client.ask(NodeRows, ListNodes).nodes)
+
+    def _tell_waits(self, nodes: Sequence[NodeRow]) -> None:
+        for node in nodes:
+            if node.state not in UP_STATES or node.state == "degraded":
+                self._tell_node(node.node, node.state, node.reason)
+        up = [node.node for node in nodes if node.state in UP_STATES]
+        if self._no_room is None:
+            self._no_room = []  # at the first look after a submission they may be on their way
+        elif up and up != self._no_room:
+            self._no_room = up
+            count = len(self._waiting)
+            jobs = "1 job waits" if count == 1 else f"{count} jobs wait"
+            where = f"node {up[0]} has none" if len(up) == 1 else f"none of {len(up)} nodes has one"
+            self._view.say(plain(f"{jobs} for a place: {where} to give now"))
+
+    def _tell_node(self, node: str, state: str, reason: str) -> None:
+        reason = reason.removeprefix(f"node {node}: ")
+        line = f"node {node} is {state}" + (f": {reason}" if reason else "")
+        if self._told_nodes.get(node) != line:
+            self._told_nodes[node] = line
+            self._view.say(plain(line))
+
+    def _waits(self, job: str, state: str) -> None:
+        if state == "waiting" and job in self.running:
+            self._waiting.add(job)
+        else:
+            self._waiting.discard(job)
 
     def _on_node(self, job: str, node: str) -> None:
         if node and self._nodes.get(job) != node and job in self._view.board.rows:

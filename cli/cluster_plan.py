@@ -2,8 +2,8 @@
 
     gshare cluster plan --gpus 8 --profile rates.json llama-70b.toml:4 qwen-32b.toml:2 llama-8b.toml
 
-A sweep's duration is its training tokens, all configurations to their last step, by the tokens a second that
-were measured. Early exits end it sooner, and then the rest is planned anew.
+A sweep's duration is what it trains at most (`sweep_plan.py`), by the tokens a second that were measured; a
+run's is all of its steps. A job's own losses may end it sooner, and then the rest is planned anew.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from gshare.cli.streams import stderr_console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from gshare.agent.data.work import Work as JobWork
+    from gshare.agent.jobs.early_exit import SweepExit
     from gshare.agent.jobs.memory_profile import MemoryProfile
     from gshare.agent.jobs.spec import JobRequest, RunSpec
     from gshare.agent.jobs.sweep_ranges import Range
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 #: More is no plan of sweeps but a slip.
 MAX_GPUS = 4096
+#: Keys of which more is more work; a smaller `val_fraction` leaves more to train on.
+_MORE = ("gradient_accumulation_steps", "max_steps", "num_train_epochs", "per_device_train_batch_size")
 INSTALL_PLAN = "pip install 'gshare[plan]'"
 
 
@@ -44,7 +48,8 @@ class Work(NamedTuple):
     file: str
     gpus: int
     configurations: int
-    tokens: int
+    tokens: int  # at most
+    tokens_in_full: int  # every configuration to its last step
     tokens_per_second: float
 
 
@@ -89,8 +94,8 @@ def plan(
     found = best_plan(
         tasks, [str(i) for i in range(gpus)], seconds=SOLVE_SECONDS if seconds is None else seconds
     )
-    if importlib.util.find_spec("ortools") is None:
-        note = f"longest first, for want of ortools: {INSTALL_PLAN} finds the best plan"
+    if found.gap and importlib.util.find_spec("ortools") is None:
+        note = f"there may be a better plan, and ortools, which looks for it, is missing: {INSTALL_PLAN}"
         console.print(Text(note))
     if json:
         print(json_module.dumps(_as_json(found, work, gpus)))
@@ -176,9 +181,11 @@ def _file_and_gpus(text: str) -> tuple[Path, int]:
 
 def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
     from gshare.agent.data.prepare import find_model, prepare_requests
+    from gshare.cli.prepare import shares, told_while
 
-    name, run, draws = _read(path)
-    model_dir = find_model(run)
+    name, run, draws, early_exit = _read(path)
+    with told_while(console, f"looking for {Path(run.model).name}") as tell:
+        model_dir = find_model(run, shares(tell))
     speed = rate(run, model_dir, gpus)
     said: set[str] = set()
 
@@ -189,71 +196,90 @@ def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
             said.add(of_data)
             console.print(Text(f"{name}: {of_data}"))
 
-    requests = prepare_requests(run, model_dir, resume=False, say=say)
-    tokens = draws * sum(training_tokens(request) for request in requests)
-    return Work(name, str(path), gpus, draws * len(requests), tokens, speed)
+    with told_while(console, "reading the data"):
+        requests = prepare_requests(run, model_dir, resume=False, say=say)
+    tokens, in_full = _count(requests * draws, early_exit)
+    return Work(name, str(path), gpus, draws * len(requests), tokens, in_full, speed)
 
 
-def _read(path: Path) -> tuple[str, RunSpec, int]:
-    """(name, run, how often its configurations are trained): of a sampled sweep the first stands for all."""
+def _read(path: Path) -> tuple[str, RunSpec, int, SweepExit | None]:
+    """(name, run, how often its configurations are trained, a sweep's settings): of a sampled sweep one
+    that is as much work as any stands for all."""
     from gshare.agent.jobs.faults import TomlFile
     from gshare.agent.jobs.spec_file import load_run_spec
     from gshare.agent.jobs.sweep_spec import SweepFile
 
     if "sweep" not in TomlFile(path).table:
-        return path.stem, load_run_spec(path), 1
+        return path.stem, load_run_spec(path), 1, None
     file = SweepFile(path)
     sweep = file.spec()
     if sweep.sampled is None:
-        return sweep.name, sweep.run, 1
-    first = {key: _lowest(value) for key, value in sweep.sampled.ranges.items()}
-    return sweep.name, file.spec([first]).run, sweep.sampled.n_trials
+        return sweep.name, sweep.run, 1, sweep.early_exit
+    first = {key: _costliest(key, value) for key, value in sweep.sampled.ranges.items()}
+    return sweep.name, file.spec([first]).run, sweep.sampled.n_trials, sweep.early_exit
 
 
-def _lowest(value: Range | list[Any]) -> Any:
-    if isinstance(value, list):
-        return value[0]
-    return int(value.low) if value.low.is_integer() else value.low
+def _costliest(key: str, values: Range | list[Any]) -> Any:
+    """That of what may be drawn; of a key that moves no token any value."""
+    if isinstance(values, list):
+        return max(values) if key in _MORE else values[0]
+    end = values.high if key in _MORE else values.low
+    return int(end) if end.is_integer() else end
+
+
+def _count(requests: Sequence[JobRequest], early_exit: SweepExit | None) -> tuple[int, int]:
+    """(tokens at most, in full) of a sweep's configurations, or of a run's jobs, which nothing stops."""
+    from gshare.agent.jobs.sweep import Trial
+    from gshare.cli.sweep_plan import most_tokens, places_of
+
+    trials, work = [], {}
+    for number, request in enumerate(requests):
+        done = _work_of(request)
+        warmup = early_exit.warmup if early_exit is not None else 1.0
+        batch = request.spec.per_device_train_batch_size
+        trials.append(Trial.of(str(number), batch=batch, total_steps=done.total_steps, warmup=warmup))
+        work[str(number)] = done
+    places = places_of(early_exit, len(trials)) if early_exit is not None else len(trials)
+    return round(most_tokens(trials, work, places)), round(most_tokens(trials, work, len(trials)))
+
+
+def _work_of(request: JobRequest) -> JobWork:
+    from gshare.agent.data.work import plan_work
+
+    try:
+        return plan_work([request])[0]
+    except UsageError as error:
+        raise UsageError(f"adapter {request.spec.name}: {request.spec.data}: {error}") from None
 
 
 def training_tokens(request: JobRequest) -> int:
-    """Of all steps of a job; an epoch that it ends in counts by its share of steps."""
-    import numpy as np
-    from gshare.agent.data.sampler import Sampler
-    from gshare.agent.data.split import split_rows
-    from gshare.agent.data.tokens import TokenStore
-
-    spec = request.spec
-    assert spec.seed is not None
-    store = TokenStore.open(Path(request.train_store), request.train_hash)
-    rows = np.arange(store.n_rows)
-    if request.val_store is None:
-        rows = split_rows(store, val_fraction=spec.val_fraction, seed=spec.seed).train
-    try:
-        sampler = Sampler(
-            rows,
-            seed=spec.seed,
-            batch_size=spec.per_device_train_batch_size,
-            accumulation=spec.gradient_accumulation_steps,
-            num_train_epochs=spec.num_train_epochs,
-            max_steps=spec.max_steps,
-        )
-    except UsageError as error:
-        raise UsageError(f"adapter {spec.name}: {spec.data}: {error}") from None
-    return round(int(store.lengths[rows].sum()) * sampler.total_steps / sampler.steps_per_epoch)
+    """Of all steps of a job; each row as the mean of those that it trains on."""
+    return _count([request], None)[1]
 
 
 def _table(found: Plan, work: Sequence[Work]) -> list[str]:
     by_name = {one.name: one for one in work}
-    lines = [("sweep", "configurations", "starts", "ends", "GPUs")]
+    lines = [("sweep", "configurations", "tokens", "starts", "ends", "GPUs")]
     for one in found.assignments:
-        count = str(by_name[one.task].configurations)
+        it = by_name[one.task]
+        counts = (str(it.configurations), f"{it.tokens:,}")
         times = (duration(one.start_ms / 1000), duration(one.end_ms / 1000))
-        lines.append((plain(one.task), count, *times, ", ".join(one.gpus)))
+        lines.append((plain(one.task), *counts, *times, ", ".join(one.gpus)))
     end, bound, greedy = (duration(ms / 1000) for ms in (found.end_ms, found.bound_ms, found.greedy_ms))
     how = "longest first" if found.method == "greedy" else f"CP-SAT (longest first: {greedy})"
     gap = "proven best" if found.gap == 0 else f"no plan ends before {bound}, {found.gap:.2%} sooner"
-    return [*columns(lines), "", f"all done after {end}, {how}; {gap}"]
+    return [*columns(lines), "", _counted(work), f"all done after {end}, {how}; {gap}"]
+
+
+def _counted(work: Sequence[Work]) -> str:
+    """What the tokens are, of which the times follow."""
+    tokens, in_full = sum(one.tokens for one in work), sum(one.tokens_in_full for one in work)
+    if tokens == in_full:
+        return f"counted: all {in_full:,} tokens, every configuration to its last step"
+    return (
+        f"counted: {tokens:,} tokens at most, of {in_full:,} in full: of a sweep, those go on after the "
+        "warm-up that have most before them"
+    )
 
 
 def _as_json(found: Plan, work: Sequence[Work], gpus: int) -> dict[str, Any]:

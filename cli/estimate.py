@@ -38,6 +38,7 @@ from gshare.agent.service.registry import GpuRequest
 from gshare.agent.vram.budget import with_allowance
 from gshare.cli.finetune_flags import AdapterFlags, ReserveFlags, RunFlags, given
 from gshare.cli.gpu_plan import GpuPlan, plan_gpu, request_gpu
+from gshare.cli.prepare import shares, told_while
 from gshare.cli.streams import progress, stderr_console
 from rich.text import Text
 
@@ -97,7 +98,8 @@ def estimate(
     # They are all alike: what is wrong with one is said once.
     if plan is not None:
         check_ranks(run.adapters[:1])
-    model_dir = find_model(msgspec.structs.replace(run, adapters=run.adapters[:1]))
+    with told_while(stderr_console(), f"looking for {Path(run.model).name}") as tell:
+        model_dir = find_model(msgspec.structs.replace(run, adapters=run.adapters[:1]), shares(tell))
     base = base_identity(model_dir)
     profile, fault = _known(run, base, plan)
     if measure and (again or profile is None):

@@ -85,7 +85,7 @@ class PlainView:
             self._last_line[event.job] = now
             self.say(_step_line(event, self.board))
         else:
-            self.say(describe(event))
+            self.say(_line(event))
 
     def tick(self) -> None:
         return None
@@ -119,7 +119,7 @@ class LiveView:
     def take(self, event: Event) -> None:
         self.board.take(event, time.monotonic())
         if isinstance(event, TrainerMessage) or (isinstance(event, JobChanged) and event.reason):
-            self.say(describe(event))
+            self.say(_line(event))
         self.tick()
 
     def tick(self) -> None:
@@ -160,6 +160,14 @@ class JsonView(PlainView):
             for row in self.board.leaderboard()
         ]
         print(json.dumps(strict_json({"type": "leaderboard", "jobs": rows}), allow_nan=False), flush=True)
+
+
+def _line(event: Event) -> str:
+    """As `describe`, the step once: a reason that stands by itself in records names it too."""
+    if isinstance(event, JobChanged) and event.total_steps:
+        reason = event.reason.replace(f" at step {event.step}:", ":", 1)
+        event = msgspec.structs.replace(event, reason=reason)
+    return describe(event)
 
 
 def _step_line(event: Stepped, board: Board) -> str:

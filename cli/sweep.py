@@ -10,6 +10,7 @@ What is wrong with the file, the data or the memory shows before anything is wri
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,7 @@ from gshare.cli.sweep_decided import decided_before
 from gshare.cli.sweep_memory import Memory, check_for_gpu, memory_of
 from gshare.cli.sweep_plan import plan_of, print_plan
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
+from gshare.cli.sweep_values import drawn
 from rich.text import Text
 
 app = App(name="sweep", help="Try many configurations of an adapter, and train the best of them to the end.")
@@ -161,6 +163,7 @@ def plan(
         memory,
         most=made.spec.max_concurrent,
         tokens_per_second=tokens_per_second,
+        sampled=made.spec.sampled,
     )
     trunk = forecast(
         [stage.trains for stage in planned.stages],
@@ -172,8 +175,13 @@ def plan(
     return EXIT_OK
 
 
-def _draw(made: Prepared, machine: Sweep, memory: Memory) -> tuple[Added, dict[str, Job]]:
+def _draw(
+    made: Prepared, machine: Sweep, memory: Memory, say: Callable[[str], None]
+) -> tuple[Added, dict[str, Job]]:
+    before = len(made.jobs)
     added, jobs = made.draw(machine)
+    for line in drawn(made.spec, before):
+        say(line)
     memory.specs.update({name: job.request.spec for name, job in jobs.items()})
     return added, jobs
 
@@ -213,6 +221,8 @@ def _run(
 
     config = trainer_config(made.spec.run, made.model_dir, base=made.base, device=device, gpu=gpu)
     with StopRequest().listening() as stop, view, DecisionLog(directory) as log:
+        for line in drawn(made.spec):
+            view.say(line)
         run = SweepRun(
             sweep=machine,
             jobs=made.jobs,
@@ -221,7 +231,7 @@ def _run(
             log=log,
             on_event=view.take,
             on_tick=on_tick,
-            draw=lambda: _draw(made, machine, memory),
+            draw=lambda: _draw(made, machine, memory, view.say),
             on_connected=lambda: view.say(f"a trainer runs {made.spec.run.model}"),
             stop=stop,
             join=join,

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.packing import Packing
-from gshare.agent.jobs.sweep import Sweep
+from gshare.agent.jobs.sweep import Added, Sweep
 from gshare.agent.jobs.sweep_records import DecisionLog
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.node.protocol import EARLY_EXIT
-from gshare.agent.service.deciding import Deciding
+from gshare.agent.service.deciding import Deciding, Job
 from gshare.agent.service.stopping import StopRequest
 from gshare.cli.cluster_live import Shown
 from gshare.cli.live import View, make_view
@@ -26,6 +26,7 @@ from gshare.cli.submit import say
 from gshare.cli.sweep_board import Progress, print_result
 from gshare.cli.sweep_decided import decided_before
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
+from gshare.cli.sweep_values import drawn
 from gshare.coordinator.api_client import CoordinatorClient
 from gshare.coordinator.api_protocol import (
     JobRow,
@@ -147,9 +148,18 @@ def _run(made: Prepared, options: Options, *, json_lines: bool) -> int:
             raise
         return client
 
+    def draw() -> tuple[Added, dict[str, Job]]:
+        before = len(made.jobs)
+        more = made.draw(machine)
+        for line in drawn(made.spec, before):
+            view.say(line)
+        return more
+
     with StopRequest().listening() as stop, view, DecisionLog(directory) as log:
+        for line in drawn(made.spec):
+            view.say(line)
         run = ClusterSweep(
-            deciding=Deciding(machine, made.jobs, log, view.take, lambda: made.draw(machine)),
+            deciding=Deciding(machine, made.jobs, log, view.take, draw),
             decided=decided,
             names=names,
             submission=made.submission,
@@ -159,6 +169,7 @@ def _run(made: Prepared, options: Options, *, json_lines: bool) -> int:
             on_row=shown.take_row,
             say=view.say,
             on_tick=view.tick,
+            on_look=shown.tell_waits,
             stop=stop,
         )
         code = run.run()

@@ -1,27 +1,35 @@
 """`gshare sweep plan`: what a sweep would do, from its machine alone, with nothing trained.
 
 The machine itself is driven, each job by as many tokens as its steps have, in the order in which they would
-end if all that train at once step together. No loss is known, so those that go on are taken to be the first
-of the file (of each number of steps, where these are ranked apart), and nobody's own losses stop it: what is
-saved by that comes on top.
+end if all that train at once step together. No loss is known, so those go on that have most before them (of
+each number of steps, where these are ranked apart), and nobody's own losses stop it: what is saved by that
+comes on top.
+
+Places of those that are stopped within the warm-up go to others (`selection.py`), so what a sweep costs is
+bounded by the costliest of all, whatever steps they have made: `most_tokens`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from gshare.agent.data.work import Work
 from gshare.agent.jobs.early_exit import SweepExit
 from gshare.agent.jobs.packing import Packing
+from gshare.agent.jobs.selection import share_of
 from gshare.agent.jobs.sweep import Action, Begin, Ended, Paused, Run, Sweep, Trial
+from gshare.agent.jobs.sweep_ranges import SampledSpace
 from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
 from gshare.cli.sweep_memory import Memory
+from gshare.cli.sweep_values import values_of, values_text
 
 #: A sweep of hundreds has as many sets: beyond this nobody reads them.
 SETS_SHOWN = 30
@@ -29,6 +37,19 @@ SETS_SHOWN = 30
 #: Steps of a warm-up below which a plan says so. SmolLM2, 20 steps, learning rates 2e-5 to 5e-3: after one
 #: the order agreed with the final one by rho 0.4 to 0.98, after four by 0.7 to 0.95 (`benchmarks/sweep.py`).
 SHORT_WARMUP = 5
+
+#: Keys by which one configuration is more work than another; `data` brings its rows.
+_COSTS = frozenset(
+    (
+        "data",
+        "gradient_accumulation_steps",
+        "max_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "seed",
+        "val_fraction",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +69,14 @@ class Plan:
     alone_mb: Mapping[str, int]
     budget_mb: int
     stages: Sequence[Stage]
-    tokens: float  # of the sweep, at most
-    tokens_in_full: float  # of training every configuration to its end
+    tokens: float  # of the `covered` configurations, at most
+    tokens_in_full: float  # of training each of these to its end
+    covered: int  # all of the sweep; or those of its first draw, where the others may be other work
     tokens_per_second: float | None
+
+    @property
+    def tokens_of_stages(self) -> float:
+        return sum(stage.tokens for stage in self.stages)
 
 
 def plan_of(
@@ -61,10 +87,53 @@ def plan_of(
     *,
     most: int,
     tokens_per_second: float | None,
+    sampled: SampledSpace | None = None,
 ) -> Plan:
-    """The plan of these configurations; of a sampled sweep, those of its first draw."""
+    """The plan of these configurations; of a `sampled` sweep, those of its first draw."""
+    count = sampled.n_trials if sampled is not None else len(trials)
+    places = places_of(settings, count)
+    if count > len(trials):  # all places may be theirs, whoever is drawn after them
+        settings = msgspec.structs.replace(settings, keep=min(1.0, places / len(trials)))
+    # What is drawn later is the same work unless a key of that kind is drawn.
+    alike = sampled is not None and _COSTS.isdisjoint(sampled.ranges)
+    covered = list(trials) + [trials[0]] * (count - len(trials)) if alike else list(trials)
+    return Plan(
+        trials=trials,
+        work=work,
+        alone_mb={trial.name: memory.predicted_mb([trial.name]) for trial in trials},
+        budget_mb=memory.budget_mb,
+        stages=_stages(trials, work, settings, memory, most=most),
+        tokens=most_tokens(covered, work, places),
+        tokens_in_full=sum(tokens_of(work[trial.name], trial.total_steps) for trial in covered),
+        covered=len(covered),
+        tokens_per_second=tokens_per_second,
+    )
+
+
+def most_tokens(trials: Sequence[Trial], work: Mapping[str, Work], places: int) -> float:
+    """Of a sweep in which `places` of these go on after the warm-up, whichever: no less than it can cost."""
+    rest = sorted((_rest(trial, work[trial.name]) for trial in trials), reverse=True)
+    in_full = sum(tokens_of(work[trial.name], trial.total_steps) for trial in trials)
+    return in_full - sum(rest[places:])
+
+
+def places_of(settings: SweepExit, count: int) -> int:
+    """How many of `count` go on after the warm-up."""
+    return share_of(settings.keep if settings.underperformance else 1.0, count)
+
+
+def _rest(trial: Trial, work: Work) -> float:
+    """Tokens after its warm-up; 0 where it has none, as it is not stopped then."""
+    return tokens_of(work, trial.total_steps) - tokens_of(work, trial.boundary) if trial.boundary else 0.0
+
+
+def _stages(
+    trials: Sequence[Trial], work: Mapping[str, Work], settings: SweepExit, memory: Memory, *, most: int
+) -> list[Stage]:
+    """Where nobody leaves the warm-up early, and those with most before them have the lowest losses."""
     by_name = {trial.name: trial for trial in trials}
-    place = {trial.name: float(index) for index, trial in enumerate(trials)}
+    costliest = sorted(trials, key=lambda trial: -_rest(trial, work[trial.name]))
+    loss = {trial.name: float(index) for index, trial in enumerate(costliest)}
     sweep = Sweep(trials, settings, Packing(memory.fits, most=most))
     done = dict.fromkeys(by_name, 0)
     running: dict[str, int] = {}  # job: the step at which it pauses or ends
@@ -82,7 +151,7 @@ def plan_of(
         tokens = 0.0
         trains = Stretch({name: done[name] for name in names}, steps)
         for name in names:
-            tokens += _tokens(work[name], done[name] + steps) - _tokens(work[name], done[name])
+            tokens += tokens_of(work[name], done[name] + steps) - tokens_of(work[name], done[name])
             done[name] += steps
         stages.append(Stage(names, memory.predicted_mb(names), tokens, trains))
         for name in names:
@@ -90,22 +159,14 @@ def plan_of(
                 continue
             del running[name]
             if done[name] == by_name[name].total_steps:
-                start(sweep.handle(Ended(name, "completed", done[name], place[name], place[name])))
+                start(sweep.handle(Ended(name, "completed", done[name], loss[name], loss[name])))
             else:
-                start(sweep.handle(Paused(name, done[name], place[name])))
-    return Plan(
-        trials=trials,
-        work=work,
-        alone_mb={name: memory.predicted_mb([name]) for name in by_name},
-        budget_mb=memory.budget_mb,
-        stages=stages,
-        tokens=sum(stage.tokens for stage in stages),
-        tokens_in_full=sum(_tokens(work[trial.name], trial.total_steps) for trial in trials),
-        tokens_per_second=tokens_per_second,
-    )
+                start(sweep.handle(Paused(name, done[name], loss[name])))
+    return stages
 
 
-def _tokens(work: Work, step: int) -> float:
+def tokens_of(work: Work, step: int) -> float:
+    """Of the first `step` steps, each row as the mean of its data."""
     return work.samples(step) * work.mean_tokens
 
 
@@ -117,11 +178,16 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
     if json_lines:
         print(json.dumps(_as_json(plan, spec, trunk, seconds, in_full)), flush=True)
         return
-    lines: list[tuple[str, ...]] = [("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")]
+    title = ("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")
+    values = {name: values_text(each) for name, each in values_of(spec).items()}
+    # A grid's names have their values, unless these are many or make no name.
+    numbered = any(re.fullmatch(r"(.*-)?c\d+", name) for name in values)
+    lines: list[tuple[str, ...]] = [(*title, "values") if numbered else title]
     for trial in plan.trials:
         samples = plan.work[trial.name].samples(trial.total_steps)
         cells = (trial.batch, trial.total_steps, trial.boundary, samples, plan.alone_mb[trial.name])
-        lines.append((trial.name, *map(str, cells)))
+        line = (trial.name, *map(str, cells))
+        lines.append((*line, values[trial.name]) if numbered else line)
     print("\n".join(columns(lines)))
     widest = max(plan.stages, key=lambda stage: stage.memory_mb)
     most = max(len(stage.names) for stage in plan.stages)
@@ -130,14 +196,7 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
         f"{plan.budget_mb:,}"
     )
     print("\n".join(_together(plan.stages)))
-    if spec.sampled is not None:
-        print(
-            f"the first {len(plan.trials)} of {spec.sampled.n_trials}; the others are drawn from their losses"
-        )
-    print(
-        f"{plan.tokens:,.0f} tokens at most, of {plan.tokens_in_full:,.0f} in full "
-        f"({1 - plan.tokens / plan.tokens_in_full:.1%} less)"
-    )
+    print("\n".join(_told_tokens(plan, spec.sampled.n_trials if spec.sampled is not None else 0)))
     print(trunk.told())
     if note := short_warmup(plan.trials):
         print(note)
@@ -147,6 +206,30 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
         else "not known; --tokens-per-second says how fast it trains"
     )
     print(f"time: {time}", flush=True)
+
+
+def _told_tokens(plan: Plan, n_trials: int) -> list[str]:
+    """What the plan covers, and costs at most."""
+    drawn, lines = len(plan.trials), []
+    which = ""
+    if drawn < n_trials:
+        others = f"the first {drawn} of {n_trials}; the others are drawn from their losses"
+        if plan.covered == n_trials:
+            which = f"all {n_trials}: "
+            lines.append(f"{others}, and each is as much work")
+        else:
+            which = f"the first {drawn} alone: " if drawn > 1 else "the first alone: "
+            lines.append(f"{others}, and what they cost hangs on what is drawn")
+    lines.append(
+        f"{which}{plan.tokens:,.0f} tokens at most, of {plan.tokens_in_full:,.0f} in full "
+        f"({1 - plan.tokens / plan.tokens_in_full:.1%} less; each row as its data's mean)"
+    )
+    if plan.covered == drawn and plan.tokens > plan.tokens_of_stages * (1 + 1e-9):
+        lines.append(
+            f"{plan.tokens_of_stages:,.0f} of them at most where nobody is stopped within its warm-up: "
+            "places are shared out among those that have made as many steps"
+        )
+    return lines
 
 
 def short_warmup(trials: Sequence[Trial]) -> str:
@@ -200,6 +283,8 @@ def _as_json(
         ],
         "tokens": plan.tokens,
         "tokens_in_full": plan.tokens_in_full,
+        "tokens_of": plan.covered,
+        "configurations_in_all": spec.sampled.n_trials if spec.sampled is not None else len(plan.trials),
         "trunk": trunk.as_json(),
         "seconds": seconds,
         "seconds_in_full": in_full,

@@ -67,6 +67,7 @@ class ClusterSweep:
     on_row: Callable[[JobRow], None]
     say: Callable[[str], None]
     on_tick: Callable[[], None] = lambda: None
+    on_look: Callable[[CoordinatorClient], None] = lambda client: None  # after each look at the jobs
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
@@ -143,6 +144,7 @@ class ClusterSweep:
         if self._carry_out(client):
             self._next_look = time.monotonic() + LOOK_SECONDS
         self._looked = not self._new
+        self.on_look(client)
 
     def _happened(self, row: JobRow) -> SweepEvent | None:
         """How it stands as an event of the machine; None: nothing new that the sweep decides by."""

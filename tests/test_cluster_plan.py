@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,52 @@ def test_sweeps_count_every_configuration(
     told = plan(capsys, one, "grid.toml", "drawn.toml", "--gpus", "3", "--tokens-per-second", "9")
     tokens = {task["file"]: (task["configurations"], task["tokens"]) for task in told["tasks"]}  # type: ignore[attr-defined]
     single = tokens[one][1]
-    assert tokens == {one: (1, single), "grid.toml": (6, 6 * single), "drawn.toml": (5, 5 * single)}
+    in_full = {task["file"]: task["tokens_in_full"] for task in told["tasks"]}  # type: ignore[attr-defined]
+    assert in_full == {one: single, "grid.toml": 6 * single, "drawn.toml": 5 * single}
+    # Two of each go on; 42 steps, of which three are the warm-up.
+    assert {name: count for name, (count, _) in tokens.items()} == {one: 1, "grid.toml": 6, "drawn.toml": 5}
+    for file, left in (("grid.toml", 4), ("drawn.toml", 3)):
+        assert tokens[file][1] == pytest.approx(2 * single + left * single * 3 / 42, abs=1)
+
+
+def test_a_sweep_counts_as_its_own_plan_says(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Configurations of unlike work, and rows of unlike lengths."""
+    template = Path(run_file("one", model, keys="max_steps = 20")).read_text(encoding="utf-8")
+    Path("s.toml").write_text(template + "[sweep.grid]\nper_device_train_batch_size = [1, 2, 4]\n")
+    arguments = ["--tokens-per-second", "9"]
+    assert main(["sweep", "plan", "s.toml", "--json", "--device", "cpu", *arguments]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    (task,) = plan(capsys, "s.toml", "--gpus", "1", *arguments)["tasks"]  # type: ignore[misc]
+    assert (task["tokens"], task["tokens_in_full"]) == (
+        round(alone["tokens"]),
+        round(alone["tokens_in_full"]),
+    )
+    assert task["tokens"] < task["tokens_in_full"]
+    assert main(["cluster", "plan", "s.toml", "--gpus", "1", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["s", "3", f"{task['tokens']:,}"]
+    assert lines[-2].startswith(
+        f"counted: {task['tokens']:,} tokens at most, of {task['tokens_in_full']:,} in full: of a sweep, "
+    )
+
+
+def test_what_is_not_drawn_yet_counts_as_the_costliest(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = Path(run_file("one", model, keys="max_steps = 20")).read_text(encoding="utf-8")
+    batch = "per_device_train_batch_size"
+    Path("four.toml").write_text(template.replace("[defaults]", f"[defaults]\n{batch} = 4"))
+    files = ["four.toml"]
+    for name, values in (("choices", "[4, 1, 2]"), ("interval", "{ low = 1, high = 4 }")):
+        files.append(f"{name}.toml")
+        text = template.replace("out/one-0", f"out/{name}")
+        Path(files[-1]).write_text(f"{text}[sweep]\nn_trials = 8\n[sweep.ranges]\n{batch} = {values}\n")
+    tasks = plan(capsys, *files, "--gpus", "3", "--tokens-per-second", "9")["tasks"]
+    counts = {task["file"]: task["tokens_in_full"] for task in tasks}  # type: ignore[attr-defined]
+    four = counts.pop("four.toml")
+    assert counts == {file: pytest.approx(8 * four, abs=8) for file in files[1:]}
 
 
 def test_the_table_names_sweeps_times_and_the_gap(
@@ -123,11 +169,15 @@ def test_the_table_names_sweeps_times_and_the_gap(
     files = [run_file(name, model) for name in ("one", "two")]
     assert main(["cluster", "plan", *files, "--gpus", "2", "--tokens-per-second", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["sweep", "configurations", "starts", "ends", "GPUs"]
-    assert lines[1].split()[:3] == ["one", "1", "0:00"]
-    assert lines[2].split()[:3] == ["two", "1", "0:00"]
+    assert lines[0].split() == ["sweep", "configurations", "tokens", "starts", "ends", "GPUs"]
+    assert [line.split()[index] for line in lines[1:3] for index in (0, 1, 3)] == [
+        *("one", "1", "0:00"),
+        *("two", "1", "0:00"),
+    ]
     assert {lines[1].split()[-1], lines[2].split()[-1]} == {"0", "1"}
     assert "proven best" in lines[-1]
+    each = int(lines[1].split()[2].replace(",", ""))
+    assert lines[-2] == f"counted: all {2 * each:,} tokens, every configuration to its last step"
 
 
 def test_without_the_solver_it_says_so(
@@ -138,9 +188,21 @@ def test_without_the_solver_it_says_so(
 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    arguments = ["cluster", "plan", run_file("a", model), "--gpus", "1", "--tokens-per-second", "1"]
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    # On two GPUs longest first ends after 7 parts, and 3 + 3 beside 2 + 2 + 2 after 6.
+    files = [run_file(f"r{number}", model, adapters=count) for number, count in enumerate((3, 3, 2, 2, 2))]
+    arguments = ["cluster", "plan", *files, "--gpus", "2", "--tokens-per-second", "1"]
     assert main(arguments) == 0
-    assert "gshare[plan]" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "there may be a better plan" in told.err
+    assert "gshare[plan]" in told.err
+    assert "longest first; no plan ends before" in told.out
+    # What is proven best as it is needs no solver: the two lines would contradict each other.
+    assert main([*arguments[:2], files[0], *arguments[-4:]]) == 0
+    told = capsys.readouterr()
+    assert "longest first; proven best" in told.out
+    assert "gshare[plan]" not in told.err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
     assert main(arguments) == 0
     assert "gshare[plan]" not in capsys.readouterr().err

@@ -90,6 +90,7 @@ def test_a_word_is_said_once_when_it_arrives() -> None:
         "StopClusterJobs d",
         *(f"submit {name}" for name in "abcd"),
     ]
+    assert cluster.looks > 2  # who waits may be told why after each
     reasons = {name: job.reason for name, job in cluster.jobs.items() if job.state == "stopped"}
     assert reasons["c"].startswith("underperformance at step 3: validation loss 2 is number 3 of 4")
 

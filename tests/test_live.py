@@ -48,6 +48,20 @@ def drawn(board: Board, width: int) -> str:
     return console.file.getvalue()
 
 
+def test_a_reason_does_not_say_the_step_again(capsys: pytest.CaptureFixture[str]) -> None:
+    view = make_view([("a", "/a")], json_lines=False)
+    reason = "underperformance at step 5: validation loss 6.8 is number 3 of 4"
+    stopped = JobChanged(job="a", state="stopped", step=5, total_steps=20, reason=reason)
+    view.take(stopped)
+    view.take(msgspec.structs.replace(stopped, step=6))  # of another step it says which
+    view.take(msgspec.structs.replace(stopped, total_steps=0))  # the line has none
+    assert capsys.readouterr().err.splitlines() == [
+        "a: stopped at step 5 of 20: underperformance: validation loss 6.8 is number 3 of 4",
+        f"a: stopped at step 6 of 20: {reason}",
+        f"a: stopped: {reason}",
+    ]
+
+
 def test_pace_is_by_the_clock_and_starts_anew_after_a_resumption() -> None:
     board = Board([("a", "")])
     row = board.rows["a"]

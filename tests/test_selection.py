@@ -112,8 +112,8 @@ def test_what_is_written_down() -> None:
     assert (evidence["last_kept_val_loss"], evidence["last_kept_val_loss_alike"]) == (5.01, 5.01)
     assert describe_rank(evidence) == "number 2 of 8 that have made as many steps"
     assert describe_drop(found["s4-2"]) == (
-        "number 3 of 8 that have made as many steps at the end of the warm-up; 2 of these go on, up to 2.51 "
-        "(of all it is number 11 of 24, and 6 go on)"
+        "number 3 of 8 that have made as many steps at the end of the warm-up; 2 of these go on, the last "
+        "of them with 2.51 (of all it is number 11 of 24, and 6 go on)"
     )
     alone = select([Contender("a", 2, 2.0), Contender("b", 4, 1.0)], 0.25)
     assert "number 1 of 1 that have made as many steps at the end of the warm-up; none of these" in (
@@ -122,7 +122,16 @@ def test_what_is_written_down() -> None:
     together = select(crowd(), 0.25, among_all=True)
     assert describe_rank(evidence_of(together["s8-5"], 8)) == "number 6 of 24"
     assert "steps" not in evidence_of(together["s8-5"], 8)
-    assert describe_drop(together["s4-0"]) == "number 9 of 24 at the end of the warm-up; 6 go on, up to 1.3"
+    assert describe_drop(together["s4-0"]) == (
+        "number 9 of 24 at the end of the warm-up; 6 go on, the last of them with 1.3"
+    )
+    one = select([Contender("a", 2, 1.0), Contender("b", 2, 2.4751)], 0.25)
+    assert describe_drop(one["b"]) == "number 2 of 2 at the end of the warm-up; 1 goes on, with 1"
+    pair = select([Contender(f"{name}{n}", n, float(n)) for n in (1, 2) for name in "ab"], 0.25)
+    assert describe_drop(pair["b1"]) == (
+        "number 2 of 2 that have made as many steps at the end of the warm-up; 1 of these goes on, with 1 "
+        "(of all it is number 2 of 4, and 1 goes on)"
+    )
 
 
 def test_of_equals_the_earlier_goes_on() -> None:

@@ -257,7 +257,10 @@ def test_a_quarter_is_kept_rounded_up_and_the_rest_is_stopped_with_evidence() ->
     assert {one.pattern for one in stops} == {"underperformance"}
     assert stops[0].evidence["rank"] == 3
     assert stops[0].evidence["last_kept_val_loss"] == 2.0
-    assert "validation loss 3 is number 3 of 5 at the end of the warm-up; 2 go on, up to 2" in stops[0].reason
+    assert (
+        "validation loss 3 is number 3 of 5 at the end of the warm-up; 2 go on, the last of them with 2"
+        in stops[0].reason
+    )
 
 
 def test_slots_are_filled_as_they_come_free_and_the_ranking_waits_for_the_last() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from gshare.agent.jobs.sweep_records import read_decisions
+from gshare.agent.jobs.sweep_records import read_decisions, read_sweep
 from gshare.agent.service import registry
 from gshare.agent.service.client import TrainerClient
 from gshare.cli.sweep_board import result_of
@@ -357,6 +357,20 @@ def test_all_diverged_from_the_start_has_no_winner(tiny_checkpoint: Path, tmp_pa
     out, _ = _run("sweep", str(path), code=1)
     assert "no winner: no configuration had a validation loss that is a number" in out
     assert {one.event for one in read_decisions(path.parent / "out")} == {"started", "diverged"}
+
+
+def test_what_was_drawn_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra is not installed")
+    path = _write(tmp_path / "s", tiny_checkpoint, at_once=3)
+    text = path.read_text().replace("[sweep.grid]", "n_trials = 3\nbatch = 2\n[sweep.ranges]")
+    text = text.replace("[1e-4, 5e-3]", "{ low = 1e-4, high = 5e-3 }").replace("= 40", "= 8")
+    path.write_text(text)
+    _, err = _run("sweep", str(path))
+    drawn = [line for line in err.splitlines() if ": drawn with lr 0.00" in line]
+    assert [line.partition(":")[0] for line in drawn] == ["s-c1", "s-c2", "s-c3"]
+    record = read_sweep(path.parent / "out")
+    assert record is not None
+    assert [line.rpartition("r ")[2] for line in drawn] == [str(one["r"]) for one in record.sampled]
 
 
 def test_a_plan_trains_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:

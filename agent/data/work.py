@@ -15,7 +15,8 @@ from gshare.agent.jobs.spec import JobRequest
 
 @dataclass(frozen=True)
 class Work:
-    """`rows`, `val_rows`: what it trains on in an epoch, and is validated on; `mean_tokens` of a row."""
+    """`rows`, `val_rows`: what it trains on in an epoch, and is validated on; `mean_tokens` of a row
+    that it trains on."""
 
     total_steps: int
     steps_per_epoch: int
@@ -63,12 +64,11 @@ def plan_work(requests: Sequence[JobRequest]) -> list[Work]:
 
 
 def _split(request: JobRequest, val_fraction: float, seed: int) -> tuple[np.ndarray, int, float]:
-    """(ids of the training rows, number of validation rows, mean tokens of a row)."""
+    """(ids of the training rows, number of validation rows, mean tokens of a training row)."""
     store = TokenStore.open(Path(request.train_store), request.train_hash)
-    mean = store.meta.n_tokens / max(1, store.n_rows)
     if request.val_store is not None:
         assert request.val_hash is not None
         val = TokenStore.open(Path(request.val_store), request.val_hash)
-        return np.arange(store.n_rows), val.n_rows, mean
+        return np.arange(store.n_rows), val.n_rows, store.meta.n_tokens / max(1, store.n_rows)
     split = split_rows(store, val_fraction=val_fraction, seed=seed)
-    return split.train, len(split.val), mean
+    return split.train, len(split.val), int(store.lengths[split.train].sum()) / max(1, len(split.train))

@@ -150,14 +150,18 @@ def describe_rank(evidence: Mapping[str, Any]) -> str:
 def describe_drop(verdict: Verdict) -> str:
     overall, alike = verdict.among_all, verdict.alike
     if alike.of == overall.of:
-        return (
-            f"number {overall.rank} of {overall.of} at the end of the warm-up; {overall.kept} go on, "
-            f"up to {overall.last_loss:.4g}"
-        )
-    on = (
-        f"{alike.kept} of these go on, up to {alike.last_loss:.4g}" if alike.kept else "none of these goes on"
-    )
+        return f"number {overall.rank} of {overall.of} at the end of the warm-up; {_kept(overall)}"
+    on = _kept(alike, " of these") if alike.kept else "none of these goes on"
     return (
         f"number {alike.rank} of {alike.of} that have made as many steps at the end of the warm-up; {on} "
-        f"(of all it is number {overall.rank} of {overall.of}, and {overall.kept} go on)"
+        f"(of all it is number {overall.rank} of {overall.of}, and {_go_on(overall.kept)})"
     )
+
+
+def _kept(place: Place, of: str = "") -> str:
+    which = "with" if place.kept == 1 else "the last of them with"
+    return f"{_go_on(place.kept, of)}, {which} {place.last_loss:.4g}"
+
+
+def _go_on(count: int, of: str = "") -> str:
+    return f"{count}{of} {'goes' if count == 1 else 'go'} on"

@@ -92,6 +92,7 @@ class StrawCluster:
     jobs: dict[str, StrawJob] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    looks: int = 0
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
@@ -122,6 +123,7 @@ class StrawCluster:
                 on_event=lambda event: None,
                 on_row=lambda row: None,
                 say=lambda text: None,
+                on_look=self._looked,
             )
             try:
                 life.run()
@@ -129,6 +131,10 @@ class StrawCluster:
                 continue
             assert sweep.done
             return sweep
+
+    def _looked(self, client: object) -> None:
+        assert client is self
+        self.looks += 1
 
     def _write(self, decision: Decision) -> None:
         self._perhaps(Killed)
