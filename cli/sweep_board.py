@@ -18,6 +18,7 @@ from gshare.agent.jobs.sweep_records import (
 from gshare.agent.report.read import FINAL
 from gshare.agent.service.journal import strict_json
 from gshare.cli.board import columns, number
+from gshare.cli.sweep_values import is_numbered, values_text
 
 
 class Progress(NamedTuple):
@@ -122,4 +123,7 @@ def _print_for_people(result: dict[str, Any], *, lost: bool) -> None:
         print("no winner: no configuration had a validation loss that is a number", flush=True)
     else:
         where = "its adapter is gone" if lost else f"its adapter in {result['best']}"
-        print(f"winner: {result['winner']}, {where}", flush=True)
+        name = result["winner"]
+        (values,) = (row["hyper_parameters"] for row in result["jobs"] if row["adapter"] == name)
+        which = f" ({values_text(values)})" if values and is_numbered(name) else ""
+        print(f"winner: {name}{which}, {where}", flush=True)

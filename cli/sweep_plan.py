@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
 from gshare.cli.sweep_memory import Memory
-from gshare.cli.sweep_values import values_of, values_text
+from gshare.cli.sweep_values import is_numbered, values_of, values_text
 
 #: A sweep of hundreds has as many sets: beyond this nobody reads them.
 SETS_SHOWN = 30
@@ -180,8 +179,7 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
         return
     title = ("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")
     values = {name: values_text(each) for name, each in values_of(spec).items()}
-    # A grid's names have their values, unless these are many or make no name.
-    numbered = any(re.fullmatch(r"(.*-)?c\d+", name) for name in values)
+    numbered = any(map(is_numbered, values))
     lines: list[tuple[str, ...]] = [(*title, "values") if numbered else title]
     for trial in plan.trials:
         samples = plan.work[trial.name].samples(trial.total_steps)

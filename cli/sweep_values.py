@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,11 @@ _SHORT = {
 def values_text(values: Mapping[str, Any]) -> str:
     """As "lr 0.000123, batch 4"; "" of none."""
     return ", ".join(f"{_SHORT.get(key, key)} {_shown(value)}" for key, value in values.items())
+
+
+def is_numbered(name: str) -> bool:
+    """Its name says nothing of its values: they were drawn, or are too many for a name, or make none."""
+    return re.fullmatch(r"(.*-)?c\d+", name) is not None
 
 
 def values_of(spec: SweepSpec) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -365,7 +366,8 @@ def test_what_was_drawn_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text = path.read_text().replace("[sweep.grid]", "n_trials = 3\nbatch = 2\n[sweep.ranges]")
     text = text.replace("[1e-4, 5e-3]", "{ low = 1e-4, high = 5e-3 }").replace("= 40", "= 8")
     path.write_text(text)
-    _, err = _run("sweep", str(path))
+    out, err = _run("sweep", str(path))
+    assert re.search(r"^winner: s-c\d \(lr 0\.00\d+, r \d\), its adapter in ", out, re.M), out
     drawn = [line for line in err.splitlines() if ": drawn with lr 0.00" in line]
     assert [line.partition(":")[0] for line in drawn] == ["s-c1", "s-c2", "s-c3"]
     record = read_sweep(path.parent / "out")
