@@ -26,10 +26,15 @@ from gshare.agent.jobs.sweep_records import (
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.deciding import Job
+from gshare.agent.service.output_dir import CHANGEABLE
 from gshare.agent.service.registry import take_lock
 from gshare.cli.finetune import check_prepared
 from gshare.cli.prepare import prepare
 from rich.console import Console
+
+#: Not compared as they are written: a run's resumption may change them. Steps and tokens are compared instead,
+#: and where a sweep evaluates decides about its exits.
+_NOT_FIXED = CHANGEABLE - {"eval_steps"} | {"name"}
 
 
 class Prepared:
@@ -146,7 +151,37 @@ class Prepared:
             sampled=self.sampled,
             cluster=self.cluster,
             submission=self.submission,
+            sampler=self._sampler(),
+            fixed=self._fixed(),
         )
+
+    def _sampler(self) -> dict[str, Any]:
+        """Everything that decides about the draws, as JSON has it."""
+        space = self.spec.sampled
+        if space is None:
+            return {}
+        return {
+            "seed": space.seed,
+            "n_trials": space.n_trials,
+            "batch": space.batch,
+            "ranges": msgspec.to_builtins(space.ranges),
+        }
+
+    def _fixed(self) -> dict[str, Any]:
+        """Not from the template: a value left out, such as of `lora_alpha`, may follow from a swept one."""
+        found: list[dict[str, Any]] = [
+            {
+                **msgspec.to_builtins(job.request.spec),
+                "training data": job.request.train_hash,
+                "validation data": job.request.val_hash,
+            }
+            for job in self.jobs.values()
+        ]
+        return {
+            key: value
+            for key, value in found[0].items()
+            if key not in _NOT_FIXED and all(one[key] == value for one in found)
+        }
 
 
 def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord | None:
@@ -202,6 +237,8 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         for key, value in now.early_exit.items()
         if exits.get(key) != value
     ]
+    changes += _changes_of_sampler(before.sampler, now.sampler)
+    changes += _changes_of_fixed(before.fixed, now.fixed)
     old, new = ({one.name: one for one in record.configurations} for record in (before, now))
     changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]
     changes += [f"configuration {name} is new" for name in new.keys() - old.keys()]
@@ -223,3 +260,39 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         raise UsageError(
             f"this is not the sweep that was begun: {shown}; restore it, or choose another output_dir"
         )
+
+
+def _changes_of_sampler(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
+    if before is None or now is None:
+        return []
+    if bool(before) != bool(now):
+        return [f"[sweep.ranges] is {'gone' if before else 'new'}"]
+    changes = [
+        f"[sweep] {key}: {shorten(before.get(key))} → {shorten(value)}"
+        for key, value in now.items()
+        if key != "ranges" and before.get(key) != value
+    ]
+    old, new = before.get("ranges", {}), now.get("ranges", {})
+    return changes + [
+        f"[sweep.ranges] {key}: {_shown(old, key)} → {_shown(new, key)}"
+        for key in old.keys() | new.keys()
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _changes_of_fixed(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
+    """A key of one of them alone: it was, or is, not the same in all configurations."""
+    if before is None or now is None:
+        return []
+    return [
+        f"{key}: {_shown(before, key)} → {_shown(now, key)}"
+        for key in before.keys() | now.keys()
+        if (key in before) != (key in now) or before.get(key) != now.get(key)
+    ]
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return "not the same in all"
+    value = values[key]
+    return shorten(value[:12] if key.endswith(" data") else value)

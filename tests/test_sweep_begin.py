@@ -97,6 +97,78 @@ def file(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return path
 
 
+DRAWN: list[dict[str, Any]] = [{"r": 2, "learning_rate": 1e-4}, {"r": 4, "learning_rate": 2e-4}]
+RANGES = """\
+n_trials = 9
+batch = 2
+seed = 3
+[sweep.ranges]
+r = [2, 4]
+learning_rate = { low = 1e-5, high = 1e-3, log = true }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seed = 3", "seed = 4", "[sweep] seed: 3 → 4"),
+        ("batch = 2", "batch = 4", "[sweep] batch: 2 → 4"),
+        ("n_trials = 9", "n_trials = 8", "[sweep] n_trials: 9 → 8"),
+        ("n_trials = 9", "n_trials = 10", "[sweep] n_trials: 9 → 10"),
+        ("high = 1e-3", "high = 1e-2", "[sweep.ranges] learning_rate: {'low': 1e-05, 'high': 0.001"),
+        ("1e-3, log = true", "1e-3, log = false", "[sweep.ranges] learning_rate: "),
+        ("1e-3, log = true", "1.01e-3, step = 1e-5", "[sweep.ranges] learning_rate: "),
+        ("r = [2, 4]", "r = [2, 4, 8]", "[sweep.ranges] r: [2, 4] → [2, 4, 8]"),
+        ("r = [2, 4]", "r = [4, 2]", "[sweep.ranges] r: [2, 4] → [4, 2]"),
+        (RANGES, "[sweep.grid]\nr = [2, 4]\n", "[sweep.ranges] is gone"),
+        ("eval_steps = 2", "eval_steps = 1", "eval_steps: 2 → 1"),
+        ("[defaults]", "[defaults]\nweight_decay = 0.5", "weight_decay: 0.01 → 0.5"),
+        ("[defaults]", "[defaults]\nlora_alpha = 8", "lora_alpha: not the same in all → 8.0"),
+        ("[defaults]", "[defaults]\nseed = 1", "seed: 0 → 1"),
+        ("data.jsonl", "other.jsonl", "training data: '"),
+        ("data.jsonl", "moved.jsonl", None),  # the same tokens
+        ("[defaults]", "[defaults]\nsave_steps = 1", None),
+        ("[defaults]", "[defaults]\nlora_alpha = 4", "lora_alpha: "),
+        ('output_dir = "out"', 'output_dir = "out"\nmax_concurrent = 1', None),
+    ],
+)
+def test_what_decides_about_draws_losses_and_exits_has_to_be_what_it_was(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    said: str | None,
+) -> None:
+    """Those that were trained already would be ranked among others that were not trained like them."""
+    rows = (file.parent / "data.jsonl").read_text()
+    (file.parent / "moved.jsonl").write_text(rows)
+    (file.parent / "other.jsonl").write_text(rows.replace("blue", "green"))
+    monkeypatch.setattr(sweep_prepared, "draw", lambda space, told: DRAWN[len(told) :])
+    monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
+    text = file.read_text().replace("[sweep.grid]\nr = [2, 4]\n", RANGES)
+    file.write_text(text)
+    assert main(["sweep", str(file), "--device", "cpu"]) == 0
+    written = (file.parent / "out" / "sweep.json").read_bytes()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    code = main(["sweep", str(file), "--device", "cpu", "--resume"])
+    err = capsys.readouterr().err
+    assert code == (0 if said is None else 2), err
+    if said is not None:
+        assert "this is not the sweep that was begun: " in err
+        assert said in err
+    assert (file.parent / "out" / "sweep.json").read_bytes() == written
+
+
+def test_a_sweep_of_an_older_version_is_compared_in_what_it_recorded(file: Path) -> None:
+    made = Prepared(SweepFile(file), [], Console(quiet=True), resume=False)
+    now = made.record()
+    before = msgspec.to_builtins(now)
+    del before["sampler"], before["fixed"]
+    sweep_prepared.check_same(msgspec.convert(before, SweepRecord), now)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(

@@ -44,7 +44,10 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`sweep.json`. `early_exit`: the settings as in the file's table, defaults filled in."""
+    """`sweep.json`. `early_exit`: the settings as in the file's table, defaults filled in.
+
+    `sampler` and `fixed` are for the comparison at --resume; None: written before they were.
+    """
 
     version: int = VERSION
     name: str
@@ -56,6 +59,8 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
     cluster: str = ""  # id of the coordinator's store that has its jobs; empty: they are on this machine
     submission: str = ""  # under which they are there
+    sampler: dict[str, Any] | None = None  # seed, n_trials, batch, ranges; empty: nothing is drawn
+    fixed: dict[str, Any] | None = None  # what all configurations have alike, of what shapes their losses
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
