@@ -32,8 +32,8 @@ from gshare.cli.finetune import check_prepared
 from gshare.cli.prepare import prepare
 from rich.console import Console
 
-#: Not compared as they are written: a run's resumption may change them. Steps and tokens are compared instead,
-#: and where a sweep evaluates decides about its exits.
+#: Not compared as they are written: a run's resumption may change them. Steps and tokens are compared
+#: instead, and where a sweep evaluates decides about its exits.
 _NOT_FIXED = CHANGEABLE - {"eval_steps"} | {"name"}
 
 

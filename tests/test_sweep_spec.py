@@ -183,6 +183,28 @@ def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:
             ["[early_exit], key 'warmup': must be above 0 and below"],
         ),
         (HEAD + GRID + "[early_exit]\nwindow = 1\n", ["[early_exit], key 'window': must be at least 2"]),
+        *(
+            (
+                HEAD + GRID + f"[early_exit]\n{key} = {2**64}\n",
+                [f"rates.toml:10: [early_exit], key '{key}': must be at most 2147483647"],
+            )
+            for key in ("window", "divergence_patience", "overfitting_patience")
+        ),
+        *(
+            (
+                HEAD + f'[sweep]\noutput_dir = "o"\n{key} = {value}\n[sweep.grid]\nr = [8]\n',
+                [f"rates.toml:6: [sweep], key '{key}': must be at {bound}"],
+            )
+            for key, value, bound in (
+                ("max_concurrent", 2**64, "most 2147483647, not 18446744073709551616"),
+                ("batch", 2**64, "most 2147483647, not"),
+                ("batch", 0, "least 1, not 0"),
+                ("n_trials", 2**64, "most 4096, not 18446744073709551616"),
+                ("n_trials", 4097, "most 4096"),
+                ("seed", 2**63, "most 9223372036854775807, not"),
+                ("seed", -1, "least 0, not -1"),
+            )
+        ),
         (
             HEAD + GRID + "[early_exit]\nkep = 1\n",
             ["[early_exit], key 'kep': unknown key 'kep'; did you mean"],
@@ -228,6 +250,11 @@ def test_each_fault_is_one_clear_line(tmp_path: Path, text: str, messages: list[
         ("r", "low = -inf, high = 16", "low must be below high, both finite"),
         ("r", "low = 4, high = 16, log = true, step = 4", "takes a step or log = true, not both"),
         ("lora_dropout", "low = 0.0, high = 2.0", "2.0"),
+        ("r", "low = 1, high = 8, step = 3", "nothing above 7 would be drawn; set high = 7, or another step"),
+        ("lora_dropout", "low = 0.0, high = 0.35, step = 0.1", "high - low must be a multiple of step"),
+        ("lora_dropout", "low = 0.0, high = 0.5, step = 1e-40", "step 1e-40 is too small for an interval"),
+        ("r", "low = 1, high = 7, step = 3", None),
+        ("learning_rate", "low = 1e-5, high = 7e-5, step = 2e-5", None),
         ("r", "low = 4, high = 16, step = 4", None),
         ("lora_dropout", "low = 0.0, high = 0.5, step = 0.1", None),
     ],

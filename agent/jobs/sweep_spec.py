@@ -41,11 +41,9 @@ from gshare.agent.jobs.spec_file import (
     resolve_path,
     unknown_adapter_key,
 )
-from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, MAX_CONFIGURATIONS, SWEEP_RULES, adapter_value
 from gshare.agent.jobs.sweep_ranges import Range, SampledSpace, range_fault
 
-#: A grid beyond this is a slip: the report alone would have thousands of curves.
-MAX_CONFIGURATIONS = 4096
 #: A validation loss over other rows, or other tokens of them, does not compare.
 _MEASURE = ("val_data", "data_format", "on_bad_turns", "train_on_prompt", "max_length")
 #: As long as the validation rows are a part of the data, these choose them.
@@ -149,15 +147,13 @@ class SweepFile:
             faults.add(self._where(kinds[0]), "is empty; name keys of an adapter, with values to try")
         if "name" in values and (fault := name_fault(values["name"])):
             faults.add(self._where_key("name", "sweep"), fault)
-        for key, least in (("max_concurrent", 0), ("n_trials", 0), ("batch", 1), ("seed", 0)):
-            if getattr(sweep, key) < least:
-                faults.add(self._where_key(key, "sweep"), f"must be at least {least}")
+        for key, rule in SWEEP_RULES.items():
+            if fault := rule(getattr(sweep, key)):
+                faults.add(self._where_key(key, "sweep"), fault)
         if "ranges" in table and "n_trials" not in table:
             faults.add(header, "missing key 'n_trials': how many configurations to draw")
         elif "ranges" in table and "n_trials" in values and not sweep.n_trials:
             faults.add(self._where_key("n_trials", "sweep"), "must be at least 1, for something to be drawn")
-        if sweep.n_trials > MAX_CONFIGURATIONS:
-            faults.add(self._where_key("n_trials", "sweep"), f"must be at most {MAX_CONFIGURATIONS}")
         return sweep
 
     def _read_early_exit(self, faults: Faults) -> SweepExit:
