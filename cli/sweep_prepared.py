@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from gshare.agent.data.work import plan_work
-from gshare.agent.errors import RetryLater, UsageError
+from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.sampler import draw
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
@@ -24,6 +24,7 @@ from gshare.agent.jobs.sweep_records import (
     write_sweep,
 )
 from gshare.agent.jobs.sweep_spec import SweepFile
+from gshare.agent.node.durable import FULL
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.deciding import Job
 from gshare.agent.service.output_dir import CHANGEABLE
@@ -206,11 +207,20 @@ def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord
 def claimed(made: Prepared, before: SweepRecord | None, *, resume: bool) -> Iterator[None]:
     """The sweep's directory, its alone meanwhile, with what `--resume` needs in it. `before`: the first look.
 
-    RetryLater: another sweep runs there, or has gone on since that look. UsageError as by `earlier`.
+    RetryLater: another sweep runs there, or has gone on since that look. UsageError as by `earlier`, or the
+    directory cannot be made.
     """
     directory = made.source.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(directory / SWEEP_LOCK)
+    try:
+        # Where a link leads that has no end yet, as the configurations' own directories.
+        directory.resolve().mkdir(parents=True, exist_ok=True)
+        lock = take_lock(directory / SWEEP_LOCK)
+    except OSError as error:
+        if error.errno in FULL:
+            raise GshareError(f"output_dir {directory}: {error.strerror}") from None
+        raise UsageError(
+            f"output_dir {directory} cannot be written ({error.strerror}: {error.filename}); name another one"
+        ) from None
     if lock is None:
         raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
     try:

@@ -202,6 +202,28 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
     assert read_sweep(out) == other
 
 
+def test_a_directory_that_cannot_be_made_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mode tells it beforehand of most; of /proc even root learns it by trying."""
+    monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
+    link = file.parent / "link"
+    link.symlink_to("/proc/nope/y")
+    text = file.read_text()
+    for place in ("/proc/nope/x", str(link)):
+        file.write_text(text.replace('"out"', f'"{place}"'))
+        assert main(["sweep", str(file), "--device", "cpu"]) == 2
+        err = capsys.readouterr().err
+        assert "output_dir" in err
+        assert place in err
+        assert err.count("gshare: ") == 1
+    # The control: where a link leads is made, as `gshare finetune` makes it.
+    link.unlink()
+    link.symlink_to("later")
+    assert main(["sweep", str(file), "--device", "cpu"]) == 0
+    assert (file.parent / "later" / "sweep.json").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -170,6 +170,16 @@ def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:
             HEAD + '[sweep]\noutput_dir = "a.jsonl/b"\n[sweep.grid]\nr = [8]\n',
             ["[sweep], key 'output_dir': 'a.jsonl/b' lies below a.jsonl, which is no directory"],
         ),
+        *(
+            (
+                HEAD + f'[sweep]\noutput_dir = "{place}"\n[sweep.grid]\nr = [8]\n',
+                [f"rates.toml:5: [sweep], key 'output_dir': {fault}"],
+            )
+            for place, fault in (
+                ("/", "'/' is the root of the file system; name a directory below it"),
+                ("~no_such_user/x", "'~no_such_user/x' cannot be used: Could not determine home directory"),
+            )
+        ),
         (
             HEAD + '[sweep]\noutput_dir = "o"\nn_trials = 0\n[sweep.ranges]\nr = [8]\n',
             ["rates.toml:6: [sweep], key 'n_trials': must be at least 1"],

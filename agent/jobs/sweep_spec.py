@@ -292,11 +292,10 @@ class SweepFile:
         if fault is not None:
             faults.add(place.where, fault)
         faults.raise_if_any()
-        directory = (place.base_dir / Path(text).expanduser()).absolute()
         if fault := _place_fault(text, place.base_dir):
             faults.add(place.where, fault)
         faults.raise_if_any()
-        return named, directory
+        return named, (place.base_dir / Path(text).expanduser()).absolute()
 
     def _build(self, chosen: Sequence[Mapping[str, Value]], faults: Faults) -> RunSpec:
         # Those drawn later must not change the names of the earlier ones: numbers.
