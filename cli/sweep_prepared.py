@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gshare.agent.data.split import CannotSplit
 from gshare.agent.data.work import plan_work
 from gshare.agent.errors import GshareError, RetryLater, UsageError
 from gshare.agent.jobs.names import shorten
@@ -105,6 +106,11 @@ class Prepared:
             self.base = base_identity(model_dir)
             check_prepared(run, self.base, requests)
             return model_dir, requests
+        except CannotSplit as error:  # found at the first; without validation there is no sweep
+            raise UsageError(
+                f"{error.where}: {error.what}, and a sweep ranks by validation loss; add rows, or set "
+                "val_data"
+            ) from None
         except UsageError as error:
             lines: dict[str, str] = {}
             for line in str(error).splitlines():

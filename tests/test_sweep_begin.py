@@ -202,6 +202,25 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
     assert read_sweep(out) == other
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_cannot_be_split_need_others_and_not_none_to_validate_on(
+    file: Path, capsys: pytest.CaptureFixture[str], rows: int
+) -> None:
+    data = file.parent / "data.jsonl"
+    data.write_text(data.read_text().splitlines(keepends=True)[0] * rows)
+    assert main(["sweep", str(file), "--device", "cpu"]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("gshare: "))
+    assert f"adapter s-r2: {data}: {'one row' if rows == 1 else '3 equal rows'} cannot be split" in line
+    assert line.endswith("a sweep ranks by validation loss; add rows, or set val_data")
+    assert line.count("data.jsonl") == 1
+    # The control: an ordinary run may do without.
+    words = ["--model", str(SweepFile(file).spec().run.model), "--adapter", f"{data}:{file.parent / 'a'}"]
+    assert main(["finetune", *words, "--max-length", "32", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert f"adapter a: {data}: " in err
+    assert "training and validation; add rows, name val_data, or set val_fraction = 0" in err
+
+
 def test_a_directory_that_cannot_be_made_is_named(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -291,6 +291,23 @@ def test_keys_that_choose_validation_rows_may_be_swept_beside_val_data(tmp_path:
     assert [spec.seed for spec in _read(tmp_path, text).run.adapters] == [1, 2]
 
 
+def test_what_all_configurations_lack_is_said_once(tmp_path: Path) -> None:
+    text = 'model = "m"\n' + GRID
+    assert _faults(tmp_path, text) == ["rates.toml: missing key 'data'"]
+    # The control: of one alone it is told which.
+    two = 'model = "m"\n[sweep]\noutput_dir = "o"\n[[sweep.configuration]]\nr = 8\ndata = "a.jsonl"\n'
+    found = _faults(
+        tmp_path,
+        two.replace("[sweep]", '[defaults]\nval_data = "v.jsonl"\n[sweep]', 1)
+        + ("[[sweep.configuration]]\nr = 16\n"),
+    )
+    assert found == ["rates.toml: configuration r16: missing key 'data'"]
+    # Nothing is there, or it is wrong, in one place of the file.
+    assert len(_faults(tmp_path, HEAD.replace("a.jsonl", "none.jsonl") + GRID)) == 1
+    batch = "per_device_train_batch_size = 1048576\ngradient_accumulation_steps = 2\n"
+    assert len(_faults(tmp_path, HEAD + batch + GRID)) == 1
+
+
 def test_faults_come_together(tmp_path: Path) -> None:
     text = 'model = "m"\nbase_dtype = "x"\n[defaults]\ndata = "none.jsonl"\n' + GRID.replace("16", "0")
     text += "[early_exit]\nwarmup = 5\nkeep = 7\n"
