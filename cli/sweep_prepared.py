@@ -13,13 +13,17 @@ import msgspec
 from gshare.agent.data.split import CannotSplit
 from gshare.agent.data.work import plan_work
 from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.faults import said_once
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.sampler import draw
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
 from gshare.agent.jobs.sweep import Added, Sweep, Trial
 from gshare.agent.jobs.sweep_records import (
+    SWEEP_FILE,
     SWEEP_LOCK,
     Configuration,
+    SamplerRecord,
     SweepRecord,
     read_sweep,
     write_sweep,
@@ -112,13 +116,7 @@ class Prepared:
                 "val_data"
             ) from None
         except UsageError as error:
-            lines: dict[str, str] = {}
-            for line in str(error).splitlines():
-                without = line
-                for adapter in run.adapters:
-                    without = without.replace(f"adapter {adapter.name}:", "adapter:")
-                lines.setdefault(without, line)
-            raise UsageError("\n".join(lines.values())) from None
+            raise UsageError(said_once(str(error), "adapter")) from None
 
     def specs(self) -> list[AdapterSpec]:
         """Of the configurations so far."""
@@ -162,17 +160,16 @@ class Prepared:
             fixed=self._fixed(),
         )
 
-    def _sampler(self) -> dict[str, Any]:
-        """Everything that decides about the draws, as JSON has it."""
+    def _sampler(self) -> SamplerRecord | None:
         space = self.spec.sampled
         if space is None:
-            return {}
-        return {
-            "seed": space.seed,
-            "n_trials": space.n_trials,
-            "batch": space.batch,
-            "ranges": msgspec.to_builtins(space.ranges),
-        }
+            return None
+        return SamplerRecord(
+            seed=space.seed,
+            n_trials=space.n_trials,
+            batch=space.batch,
+            ranges=msgspec.to_builtins(space.ranges),
+        )
 
     def _fixed(self) -> dict[str, Any]:
         """Not from the template: a value left out, such as of `lora_alpha`, may follow from a swept one."""
@@ -193,7 +190,7 @@ class Prepared:
 
 def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord | None:
     """The sweep that is in the directory already; UsageError when there is one and `resume` was not said, or
-    when its jobs are elsewhere."""
+    when its jobs are elsewhere. GshareError: what it has drawn cannot be."""
     before = read_sweep(source.directory)
     if before is not None and not resume:
         raise UsageError(
@@ -206,6 +203,14 @@ def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord
             f"the sweep in {source.directory} runs {where}: {how} --cluster FILE, or choose another "
             "output_dir"
         )
+    for number, values in enumerate(before.sampled if before is not None else [], start=1):
+        for key, value in values.items():
+            fault = adapter_value(key, value)[1] if key in ADAPTER_TYPES else "no adapter has such a key"
+            if fault is not None:
+                raise GshareError(
+                    f"{source.directory / SWEEP_FILE}: sampled, number {number}, {shorten(key)}: {fault}; "
+                    "put it back as it was, or choose another output_dir"
+                )
     return before
 
 
@@ -253,8 +258,9 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         for key, value in now.early_exit.items()
         if exits.get(key) != value
     ]
-    changes += _changes_of_sampler(before.sampler, now.sampler)
-    changes += _changes_of_fixed(before.fixed, now.fixed)
+    if before.fixed is not None:
+        changes += _changes_of_sampler(before.sampler, now.sampler)
+        changes += _changes_of_fixed(before.fixed, now.fixed or {})
     old, new = ({one.name: one for one in record.configurations} for record in (before, now))
     changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]
     changes += [f"configuration {name} is new" for name in new.keys() - old.keys()]
@@ -278,28 +284,23 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         )
 
 
-def _changes_of_sampler(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
+def _changes_of_sampler(before: SamplerRecord | None, now: SamplerRecord | None) -> list[str]:
     if before is None or now is None:
-        return []
-    if bool(before) != bool(now):
-        return [f"[sweep.ranges] is {'gone' if before else 'new'}"]
+        return [] if before is now else [f"[sweep.ranges] is {'gone' if before else 'new'}"]
     changes = [
-        f"[sweep] {key}: {shorten(before.get(key))} → {shorten(value)}"
-        for key, value in now.items()
-        if key != "ranges" and before.get(key) != value
+        f"[sweep] {key}: {getattr(before, key)} → {getattr(now, key)}"
+        for key in ("seed", "n_trials", "batch")
+        if getattr(before, key) != getattr(now, key)
     ]
-    old, new = before.get("ranges", {}), now.get("ranges", {})
     return changes + [
-        f"[sweep.ranges] {key}: {_shown(old, key)} → {_shown(new, key)}"
-        for key in old.keys() | new.keys()
-        if old.get(key) != new.get(key)
+        f"[sweep.ranges] {key}: {shorten(before.ranges.get(key))} → {shorten(now.ranges.get(key))}"
+        for key in before.ranges.keys() | now.ranges.keys()
+        if before.ranges.get(key) != now.ranges.get(key)
     ]
 
 
-def _changes_of_fixed(before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
+def _changes_of_fixed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A key of one of them alone: it was, or is, not the same in all configurations."""
-    if before is None or now is None:
-        return []
     return [
         f"{key}: {_shown(before, key)} → {_shown(now, key)}"
         for key in before.keys() | now.keys()
@@ -311,4 +312,4 @@ def _shown(values: dict[str, Any], key: str) -> str:
     if key not in values:
         return "not the same in all"
     value = values[key]
-    return shorten(value[:12] if key.endswith(" data") else value)
+    return shorten(str(value)[:12] if key.endswith(" data") else value)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from gshare.agent.errors import GshareError, UsageError
-from gshare.agent.jobs.sweep_records import Configuration, SweepRecord, read_sweep, write_sweep
+from gshare.agent.jobs.sweep_records import Configuration, SamplerRecord, SweepRecord, read_sweep, write_sweep
 from gshare.agent.jobs.sweep_spec import SweepFile
 from gshare.cli import sweep as sweep_command
 from gshare.cli import sweep_cluster, sweep_prepared
@@ -166,7 +166,11 @@ def test_a_sweep_of_an_older_version_is_compared_in_what_it_recorded(file: Path)
     now = made.record()
     before = msgspec.to_builtins(now)
     del before["sampler"], before["fixed"]
-    sweep_prepared.check_same(msgspec.convert(before, SweepRecord), now)
+    old = msgspec.convert(before, SweepRecord)
+    drawn = SamplerRecord(seed=0, n_trials=2, batch=8, ranges={})
+    sweep_prepared.check_same(old, msgspec.structs.replace(now, sampler=drawn))
+    with pytest.raises(UsageError, match=r"\[sweep\.ranges\] is new"):
+        sweep_prepared.check_same(now, msgspec.structs.replace(now, sampler=drawn))
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -200,6 +204,26 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
     assert code == (75 if resume else 2), err
     assert ("has gone on there meanwhile" if resume else "already holds a sweep") in err
     assert read_sweep(out) == other
+
+
+@pytest.mark.parametrize(
+    ("sampled", "said"),
+    [
+        ({"nope": 1}, "sampled, number 2, 'nope': no adapter has such a key"),
+        ({"r": "many"}, "sampled, number 2, 'r': must be a whole number, not 'many'"),
+        ({"r": 0}, "sampled, number 2, 'r': must be at least 1, not 0"),
+    ],
+)
+def test_what_cannot_have_been_drawn_is_damage_of_the_sweeps_file(
+    file: Path, capsys: pytest.CaptureFixture[str], sampled: dict[str, Any], said: str
+) -> None:
+    file.write_text(file.read_text().replace("[sweep.grid]\nr = [2, 4]\n", RANGES))
+    out = file.parent / "out"
+    out.mkdir()
+    write_sweep(out, msgspec.structs.replace(_record({}), sampled=[DRAWN[0], sampled]))
+    assert main(["sweep", str(file), "--device", "cpu", "--resume"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{out / 'sweep.json'}: {said}; put it back as it was" in line
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 from gshare.agent.errors import UsageError
 from gshare.agent.jobs.early_exit import SweepExit, setting_faults
-from gshare.agent.jobs.faults import Faults, check_section, convert, unknown_key
+from gshare.agent.jobs.faults import Faults, check_section, convert, said_once, unknown_key
 from gshare.agent.jobs.names import MAX_NAME, name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.jobs.spec_file import (
@@ -313,7 +313,7 @@ class SweepFile:
         try:
             run = build_run(self._tables.run, adapters, faults, source=str(self._path))
         except UsageError as error:
-            raise UsageError(_said_once(str(error), len(adapters))) from None
+            raise UsageError(said_once(str(error), "configuration", of_all=len(adapters))) from None
         for adapter, spec in zip(adapters, run.adapters, strict=True):
             if spec.val_data is None and spec.val_fraction == 0:
                 faults.add(
@@ -348,15 +348,6 @@ def _place_fault(text: str, base_dir: Path) -> str | None:
         return fault
     above = next(one for one in Path(path).parents if os.path.lexists(one))
     return None if os.path.isdir(above) else f"{shorten(text)} lies below {above}, which is no directory"
-
-
-def _said_once(text: str, configurations: int) -> str:
-    """What is wrong in the same way with several configurations, by the first; with all, by none: it is then
-    the template's."""
-    lines: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        lines.setdefault(re.sub(r": configuration [^:\s]+: ", ": ", line, count=1), []).append(line)
-    return "\n".join(short if len(same) == configurations > 1 else same[0] for short, same in lines.items())
 
 
 def _first(values: Range | list[Any]) -> Any:
