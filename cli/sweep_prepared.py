@@ -168,14 +168,14 @@ class Prepared:
             seed=space.seed,
             n_trials=space.n_trials,
             batch=space.batch,
-            ranges=msgspec.to_builtins(space.ranges),
+            ranges=_as_json(space.ranges),
         )
 
     def _fixed(self) -> dict[str, Any]:
         """Not from the template: a value left out, such as of `lora_alpha`, may follow from a swept one."""
         found: list[dict[str, Any]] = [
             {
-                **msgspec.to_builtins(job.request.spec),
+                **_as_json(job.request.spec),
                 "training data": job.request.train_hash,
                 "validation data": job.request.val_hash,
             }
@@ -282,6 +282,11 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         raise UsageError(
             f"this is not the sweep that was begun: {shown}; restore it, or choose another output_dir"
         )
+
+
+def _as_json(value: object) -> Any:
+    """As it comes back from the file: lists for tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def _changes_of_sampler(before: SamplerRecord | None, now: SamplerRecord | None) -> list[str]:

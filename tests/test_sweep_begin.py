@@ -147,6 +147,7 @@ def test_what_decides_about_draws_losses_and_exits_has_to_be_what_it_was(
     monkeypatch.setattr(sweep_prepared, "draw", lambda space, told: DRAWN[len(told) :])
     monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
     text = file.read_text().replace("[sweep.grid]\nr = [2, 4]\n", RANGES)
+    text = text.replace("[sweep]", 'target_modules = ["q_proj", "v_proj"]\n[sweep]')  # JSON has no tuples
     file.write_text(text)
     assert main(["sweep", str(file), "--device", "cpu"]) == 0
     written = (file.parent / "out" / "sweep.json").read_bytes()
