@@ -41,6 +41,8 @@ from rich.console import Console
 #: Not compared as they are written: a run's resumption may change them. Steps and tokens are compared
 #: instead, and where a sweep evaluates decides about its exits.
 _NOT_FIXED = CHANGEABLE - {"eval_steps"} | {"name"}
+#: In `SweepRecord.fixed` for a key in which the configurations differ; no key has it as a value.
+_NOT_ALIKE = "not the same in all"
 
 
 class Prepared:
@@ -182,9 +184,9 @@ class Prepared:
             for job in self.jobs.values()
         ]
         return {
-            key: value
+            key: value if all(one[key] == value for one in found) else _NOT_ALIKE
             for key, value in found[0].items()
-            if key not in _NOT_FIXED and all(one[key] == value for one in found)
+            if key not in _NOT_FIXED
         }
 
 
@@ -305,16 +307,15 @@ def _changes_of_sampler(before: SamplerRecord | None, now: SamplerRecord | None)
 
 
 def _changes_of_fixed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A key of one of them alone: it was, or is, not the same in all configurations."""
+    """A key of one of them alone is of another version of gshare."""
     return [
-        f"{key}: {_shown(before, key)} → {_shown(now, key)}"
-        for key in before.keys() | now.keys()
-        if (key in before) != (key in now) or before.get(key) != now.get(key)
+        f"{key}: {_shown(key, before[key])} → {_shown(key, now[key])}"
+        for key in before.keys() & now.keys()
+        if before[key] != now[key]
     ]
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
-    if key not in values:
-        return "not the same in all"
-    value = values[key]
+def _shown(key: str, value: object) -> str:
+    if value == _NOT_ALIKE:
+        return _NOT_ALIKE
     return shorten(str(value)[:12] if key.endswith(" data") else value)

@@ -168,6 +168,9 @@ def test_a_sweep_of_an_older_version_is_compared_in_what_it_recorded(file: Path)
     before = msgspec.to_builtins(now)
     del before["sampler"], before["fixed"]
     old = msgspec.convert(before, SweepRecord)
+    assert now.fixed is not None
+    fewer = {key: value for key, value in now.fixed.items() if key != "optim"}  # an adapter had no such key
+    sweep_prepared.check_same(msgspec.structs.replace(now, fixed=fewer), now)
     drawn = SamplerRecord(seed=0, n_trials=2, batch=8, ranges={})
     sweep_prepared.check_same(old, msgspec.structs.replace(now, sampler=drawn))
     with pytest.raises(UsageError, match=r"\[sweep\.ranges\] is new"):

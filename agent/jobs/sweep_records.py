@@ -69,7 +69,7 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = ""  # id of the coordinator's store that has its jobs; empty: they are on this machine
     submission: str = ""  # under which they are there
     sampler: SamplerRecord | None = None  # None: nothing is drawn
-    fixed: dict[str, Any] | None = None  # what all configurations have alike, of what shapes their losses
+    fixed: dict[str, Any] | None = None  # of what shapes losses: the value that all have, or that they differ
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
