@@ -10,26 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gshare.agent.data.split import CannotSplit
 from gshare.agent.data.work import plan_work
-from gshare.agent.errors import RetryLater, UsageError
+from gshare.agent.errors import GshareError, RetryLater, UsageError
+from gshare.agent.jobs.faults import said_once
 from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.sampler import draw
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest, RunSpec
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
 from gshare.agent.jobs.sweep import Added, Sweep, Trial
 from gshare.agent.jobs.sweep_records import (
+    SWEEP_FILE,
     SWEEP_LOCK,
     Configuration,
+    SamplerRecord,
     SweepRecord,
     read_sweep,
     write_sweep,
 )
 from gshare.agent.jobs.sweep_spec import SweepFile
+from gshare.agent.node.durable import FULL
 from gshare.agent.service.base_identity import base_identity
 from gshare.agent.service.deciding import Job
+from gshare.agent.service.output_dir import CHANGEABLE
 from gshare.agent.service.registry import take_lock
 from gshare.cli.finetune import check_prepared
 from gshare.cli.prepare import prepare
 from rich.console import Console
+
+#: Not compared as they are written: a run's resumption may change them. Steps and tokens are compared
+#: instead, and where a sweep evaluates decides about its exits.
+_NOT_FIXED = CHANGEABLE - {"eval_steps"} | {"name"}
+#: In `SweepRecord.fixed` for a key in which the configurations differ; no key has it as a value.
+_NOT_ALIKE = "not the same in all"
 
 
 class Prepared:
@@ -99,14 +112,13 @@ class Prepared:
             self.base = base_identity(model_dir)
             check_prepared(run, self.base, requests)
             return model_dir, requests
+        except CannotSplit as error:  # found at the first; without validation there is no sweep
+            raise UsageError(
+                f"{error.where}: {error.what}, and a sweep ranks by validation loss; add rows, or set "
+                "val_data"
+            ) from None
         except UsageError as error:
-            lines: dict[str, str] = {}
-            for line in str(error).splitlines():
-                without = line
-                for adapter in run.adapters:
-                    without = without.replace(f"adapter {adapter.name}:", "adapter:")
-                lines.setdefault(without, line)
-            raise UsageError("\n".join(lines.values())) from None
+            raise UsageError(said_once(str(error), "adapter")) from None
 
     def specs(self) -> list[AdapterSpec]:
         """Of the configurations so far."""
@@ -146,12 +158,41 @@ class Prepared:
             sampled=self.sampled,
             cluster=self.cluster,
             submission=self.submission,
+            sampler=self._sampler(),
+            fixed=self._fixed(),
         )
+
+    def _sampler(self) -> SamplerRecord | None:
+        space = self.spec.sampled
+        if space is None:
+            return None
+        return SamplerRecord(
+            seed=space.seed,
+            n_trials=space.n_trials,
+            batch=space.batch,
+            ranges=_as_json(space.ranges),
+        )
+
+    def _fixed(self) -> dict[str, Any]:
+        """Not from the template: a value left out, such as of `lora_alpha`, may follow from a swept one."""
+        found: list[dict[str, Any]] = [
+            {
+                **_as_json(job.request.spec),
+                "training data": job.request.train_hash,
+                "validation data": job.request.val_hash,
+            }
+            for job in self.jobs.values()
+        ]
+        return {
+            key: value if all(one[key] == value for one in found) else _NOT_ALIKE
+            for key, value in found[0].items()
+            if key not in _NOT_FIXED
+        }
 
 
 def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord | None:
     """The sweep that is in the directory already; UsageError when there is one and `resume` was not said, or
-    when its jobs are elsewhere."""
+    when its jobs are elsewhere. GshareError: what it has drawn cannot be."""
     before = read_sweep(source.directory)
     if before is not None and not resume:
         raise UsageError(
@@ -164,6 +205,14 @@ def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord
             f"the sweep in {source.directory} runs {where}: {how} --cluster FILE, or choose another "
             "output_dir"
         )
+    for number, values in enumerate(before.sampled if before is not None else [], start=1):
+        for key, value in values.items():
+            fault = adapter_value(key, value)[1] if key in ADAPTER_TYPES else "no adapter has such a key"
+            if fault is not None:
+                raise GshareError(
+                    f"{source.directory / SWEEP_FILE}: sampled, number {number}, {shorten(key)}: {fault}; "
+                    "put it back as it was, or choose another output_dir"
+                )
     return before
 
 
@@ -171,11 +220,20 @@ def earlier(source: SweepFile, *, resume: bool, on_cluster: bool) -> SweepRecord
 def claimed(made: Prepared, before: SweepRecord | None, *, resume: bool) -> Iterator[None]:
     """The sweep's directory, its alone meanwhile, with what `--resume` needs in it. `before`: the first look.
 
-    RetryLater: another sweep runs there, or has gone on since that look. UsageError as by `earlier`.
+    RetryLater: another sweep runs there, or has gone on since that look. UsageError as by `earlier`, or the
+    directory cannot be made.
     """
     directory = made.source.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = take_lock(directory / SWEEP_LOCK)
+    try:
+        # Where a link leads that has no end yet, as the configurations' own directories.
+        directory.resolve().mkdir(parents=True, exist_ok=True)
+        lock = take_lock(directory / SWEEP_LOCK)
+    except OSError as error:
+        if error.errno in FULL:
+            raise GshareError(f"output_dir {directory}: {error.strerror}") from None
+        raise UsageError(
+            f"output_dir {directory} cannot be written ({error.strerror}: {error.filename}); name another one"
+        ) from None
     if lock is None:
         raise RetryLater(f"{directory}: another sweep runs there; wait for it, or choose another output_dir")
     try:
@@ -202,6 +260,9 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         for key, value in now.early_exit.items()
         if exits.get(key) != value
     ]
+    if before.fixed is not None:
+        changes += _changes_of_sampler(before.sampler, now.sampler)
+        changes += _changes_of_fixed(before.fixed, now.fixed or {})
     old, new = ({one.name: one for one in record.configurations} for record in (before, now))
     changes += [f"configuration {name} is gone" for name in old.keys() - new.keys()]
     changes += [f"configuration {name} is new" for name in new.keys() - old.keys()]
@@ -223,3 +284,38 @@ def check_same(before: SweepRecord, now: SweepRecord) -> None:
         raise UsageError(
             f"this is not the sweep that was begun: {shown}; restore it, or choose another output_dir"
         )
+
+
+def _as_json(value: object) -> Any:
+    """As it comes back from the file: lists for tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def _changes_of_sampler(before: SamplerRecord | None, now: SamplerRecord | None) -> list[str]:
+    if before is None or now is None:
+        return [] if before is now else [f"[sweep.ranges] is {'gone' if before else 'new'}"]
+    changes = [
+        f"[sweep] {key}: {getattr(before, key)} → {getattr(now, key)}"
+        for key in ("seed", "n_trials", "batch")
+        if getattr(before, key) != getattr(now, key)
+    ]
+    return changes + [
+        f"[sweep.ranges] {key}: {shorten(before.ranges.get(key))} → {shorten(now.ranges.get(key))}"
+        for key in before.ranges.keys() | now.ranges.keys()
+        if before.ranges.get(key) != now.ranges.get(key)
+    ]
+
+
+def _changes_of_fixed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A key of one of them alone is of another version of gshare."""
+    return [
+        f"{key}: {_shown(key, before[key])} → {_shown(key, now[key])}"
+        for key in before.keys() & now.keys()
+        if before[key] != now[key]
+    ]
+
+
+def _shown(key: str, value: object) -> str:
+    if value == _NOT_ALIKE:
+        return _NOT_ALIKE
+    return shorten(str(value)[:12] if key.endswith(" data") else value)

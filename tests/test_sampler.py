@@ -48,6 +48,16 @@ def test_draws_are_a_function_of_what_was_told() -> None:
     assert draw(SPACE, other) != draw(SPACE, told[:16])
 
 
+def test_every_seed_that_a_file_may_have_is_drawn_from() -> None:
+    """Optuna's own end at 2^32, and one is needed a draw; those below are given as they are."""
+    pytest.importorskip("optuna", reason="the extra is not installed")
+    told: list[tuple[dict[str, Any], float | None]] = [(DRAWN, 1.0)]
+    last = replace(SPACE, seed=2**32 - 1)
+    assert draw(last, []) != draw(replace(SPACE, seed=0), [])
+    assert draw(last, told) == draw(replace(SPACE, seed=2**33 - 1), told)
+    assert len(draw(replace(SPACE, seed=2**63 - 1), told)) == SPACE.batch
+
+
 DRAWN: dict[str, Any] = {"learning_rate": 1e-4, "r": 8, "target_modules": ["q_proj", "v_proj"]}
 
 

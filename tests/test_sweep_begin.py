@@ -15,6 +15,7 @@ from gshare.agent.jobs.sweep_records import (
     Configuration,
     Decision,
     DecisionLog,
+    SamplerRecord,
     SweepRecord,
     read_sweep,
     write_sweep,
@@ -126,6 +127,86 @@ def test_what_has_made_steps_must_be_in_the_decisions(tmp_path: Path) -> None:
     assert len(decided_before(tmp_path, specs)) == 3
 
 
+DRAWN: list[dict[str, Any]] = [{"r": 2, "learning_rate": 1e-4}, {"r": 4, "learning_rate": 2e-4}]
+RANGES = """\
+n_trials = 9
+batch = 2
+seed = 3
+[sweep.ranges]
+r = [2, 4]
+learning_rate = { low = 1e-5, high = 1e-3, log = true }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seed = 3", "seed = 4", "[sweep] seed: 3 → 4"),
+        ("batch = 2", "batch = 4", "[sweep] batch: 2 → 4"),
+        ("n_trials = 9", "n_trials = 8", "[sweep] n_trials: 9 → 8"),
+        ("n_trials = 9", "n_trials = 10", "[sweep] n_trials: 9 → 10"),
+        ("high = 1e-3", "high = 1e-2", "[sweep.ranges] learning_rate: {'low': 1e-05, 'high': 0.001"),
+        ("1e-3, log = true", "1e-3, log = false", "[sweep.ranges] learning_rate: "),
+        ("1e-3, log = true", "1.01e-3, step = 1e-5", "[sweep.ranges] learning_rate: "),
+        ("r = [2, 4]", "r = [2, 4, 8]", "[sweep.ranges] r: [2, 4] → [2, 4, 8]"),
+        ("r = [2, 4]", "r = [4, 2]", "[sweep.ranges] r: [2, 4] → [4, 2]"),
+        (RANGES, "[sweep.grid]\nr = [2, 4]\n", "[sweep.ranges] is gone"),
+        ("eval_steps = 2", "eval_steps = 1", "eval_steps: 2 → 1"),
+        ("[defaults]", "[defaults]\nweight_decay = 0.5", "weight_decay: 0.01 → 0.5"),
+        ("[defaults]", "[defaults]\nlora_alpha = 8", "lora_alpha: not the same in all → 8.0"),
+        ("[defaults]", "[defaults]\nseed = 1", "seed: 0 → 1"),
+        ("data.jsonl", "other.jsonl", "training data: '"),
+        ("data.jsonl", "moved.jsonl", None),  # the same tokens
+        ("[defaults]", "[defaults]\nsave_steps = 1", None),
+        ("[defaults]", "[defaults]\nlora_alpha = 4", "lora_alpha: "),
+        ('output_dir = "out"', 'output_dir = "out"\nmax_concurrent = 1', None),
+    ],
+)
+def test_what_decides_about_draws_losses_and_exits_has_to_be_what_it_was(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    said: str | None,
+) -> None:
+    """Those that were trained already would be ranked among others that were not trained like them."""
+    rows = (file.parent / "data.jsonl").read_text()
+    (file.parent / "moved.jsonl").write_text(rows)
+    (file.parent / "other.jsonl").write_text(rows.replace("blue", "green"))
+    monkeypatch.setattr(sweep_prepared, "draw", lambda space, told: DRAWN[len(told) :])
+    monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
+    text = file.read_text().replace("[sweep.grid]\nr = [2, 4]\n", RANGES)
+    text = text.replace("[sweep]", 'target_modules = ["q_proj", "v_proj"]\n[sweep]')  # JSON has no tuples
+    file.write_text(text)
+    assert main(["sweep", str(file), "--device", "cpu"]) == 0
+    written = (file.parent / "out" / "sweep.json").read_bytes()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    code = main(["sweep", str(file), "--device", "cpu", "--resume"])
+    err = capsys.readouterr().err
+    assert code == (0 if said is None else 2), err
+    if said is not None:
+        assert "this is not the sweep that was begun: " in err
+        assert said in err
+    assert (file.parent / "out" / "sweep.json").read_bytes() == written
+
+
+def test_a_sweep_of_an_older_version_is_compared_in_what_it_recorded(file: Path) -> None:
+    made = Prepared(SweepFile(file), [], Console(quiet=True), resume=False)
+    now = made.record()
+    before = msgspec.to_builtins(now)
+    del before["sampler"], before["fixed"]
+    old = msgspec.convert(before, SweepRecord)
+    assert now.fixed is not None
+    fewer = {key: value for key, value in now.fixed.items() if key != "optim"}  # an adapter had no such key
+    sweep_prepared.check_same(msgspec.structs.replace(now, fixed=fewer), now)
+    drawn = SamplerRecord(seed=0, n_trials=2, batch=8, ranges={})
+    sweep_prepared.check_same(old, msgspec.structs.replace(now, sampler=drawn))
+    with pytest.raises(UsageError, match=r"\[sweep\.ranges\] is new"):
+        sweep_prepared.check_same(now, msgspec.structs.replace(now, sampler=drawn))
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
@@ -157,6 +238,67 @@ def test_a_sweep_that_began_while_this_one_was_prepared_is_not_overwritten(
     assert code == (75 if resume else 2), err
     assert ("has gone on there meanwhile" if resume else "already holds a sweep") in err
     assert read_sweep(out) == other
+
+
+@pytest.mark.parametrize(
+    ("sampled", "said"),
+    [
+        ({"nope": 1}, "sampled, number 2, 'nope': no adapter has such a key"),
+        ({"r": "many"}, "sampled, number 2, 'r': must be a whole number, not 'many'"),
+        ({"r": 0}, "sampled, number 2, 'r': must be at least 1, not 0"),
+    ],
+)
+def test_what_cannot_have_been_drawn_is_damage_of_the_sweeps_file(
+    file: Path, capsys: pytest.CaptureFixture[str], sampled: dict[str, Any], said: str
+) -> None:
+    file.write_text(file.read_text().replace("[sweep.grid]\nr = [2, 4]\n", RANGES))
+    out = file.parent / "out"
+    out.mkdir()
+    write_sweep(out, msgspec.structs.replace(_record({}), sampled=[DRAWN[0], sampled]))
+    assert main(["sweep", str(file), "--device", "cpu", "--resume"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{out / 'sweep.json'}: {said}; put it back as it was" in line
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_cannot_be_split_need_others_and_not_none_to_validate_on(
+    file: Path, capsys: pytest.CaptureFixture[str], rows: int
+) -> None:
+    data = file.parent / "data.jsonl"
+    data.write_text(data.read_text().splitlines(keepends=True)[0] * rows)
+    assert main(["sweep", str(file), "--device", "cpu"]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("gshare: "))
+    assert f"adapter s-r2: {data}: {'one row' if rows == 1 else '3 equal rows'} cannot be split" in line
+    assert line.endswith("a sweep ranks by validation loss; add rows, or set val_data")
+    assert line.count("data.jsonl") == 1
+    # The control: an ordinary run may do without.
+    words = ["--model", str(SweepFile(file).spec().run.model), "--adapter", f"{data}:{file.parent / 'a'}"]
+    assert main(["finetune", *words, "--max-length", "32", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert f"adapter a: {data}: " in err
+    assert "training and validation; add rows, name val_data, or set val_fraction = 0" in err
+
+
+def test_a_directory_that_cannot_be_made_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mode tells it beforehand of most; of /proc even root learns it by trying."""
+    monkeypatch.setattr(sweep_command, "_run", lambda *_, **__: 0)
+    link = file.parent / "link"
+    link.symlink_to("/proc/nope/y")
+    text = file.read_text()
+    for place in ("/proc/nope/x", str(link)):
+        file.write_text(text.replace('"out"', f'"{place}"'))
+        assert main(["sweep", str(file), "--device", "cpu"]) == 2
+        err = capsys.readouterr().err
+        assert "output_dir" in err
+        assert place in err
+        assert err.count("gshare: ") == 1
+    # The control: where a link leads is made, as `gshare finetune` makes it.
+    link.unlink()
+    link.symlink_to("later")
+    assert main(["sweep", str(file), "--device", "cpu"]) == 0
+    assert (file.parent / "later" / "sweep.json").exists()
 
 
 @pytest.mark.parametrize(

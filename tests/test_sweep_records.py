@@ -80,6 +80,26 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read_decisions(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["val_loss", "best_val_loss"])
+def test_a_loss_that_is_no_number_is_damage(tmp_path: Path, key: str) -> None:
+    """A resumed sweep ranks by it. The control: null, and whole numbers as people write them."""
+    path = tmp_path / DECISIONS_FILE
+    for value in ('"low"', "[1.0]", "true"):
+        _write(tmp_path, 1)
+        with path.open("a") as file:
+            file.write(f'{{"time": 1.0, "job": "a", "event": "paused", "evidence": {{"{key}": {value}}}}}\n')
+        with pytest.raises(GshareError, match=r"decisions\.jsonl:2: not a decision of a sweep .*; remove"):
+            read_decisions(tmp_path)
+        path.unlink()
+    path.write_text(
+        "".join(
+            f'{{"time": 1.0, "job": "a", "event": "paused", "evidence": {{"{key}": {value}}}}}\n'
+            for value in ("null", "2", "2.5")
+        )
+    )
+    assert [one.evidence[key] for one in read_decisions(tmp_path)] == [None, 2, 2.5]
+
+
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     with DecisionLog(tmp_path) as log:
         log.append(Decision(time=1.0, job="a", event="diverged", evidence={"val_loss": math.nan}))

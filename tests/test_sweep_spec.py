@@ -170,6 +170,16 @@ def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:
             HEAD + '[sweep]\noutput_dir = "a.jsonl/b"\n[sweep.grid]\nr = [8]\n',
             ["[sweep], key 'output_dir': 'a.jsonl/b' lies below a.jsonl, which is no directory"],
         ),
+        *(
+            (
+                HEAD + f'[sweep]\noutput_dir = "{place}"\n[sweep.grid]\nr = [8]\n',
+                [f"rates.toml:5: [sweep], key 'output_dir': {fault}"],
+            )
+            for place, fault in (
+                ("/", "'/' is the root of the file system; name a directory below it"),
+                ("~no_such_user/x", "'~no_such_user/x' cannot be used: Could not determine home directory"),
+            )
+        ),
         (
             HEAD + '[sweep]\noutput_dir = "o"\nn_trials = 0\n[sweep.ranges]\nr = [8]\n',
             ["rates.toml:6: [sweep], key 'n_trials': must be at least 1"],
@@ -183,6 +193,28 @@ def test_ranges_wait_for_what_is_drawn(tmp_path: Path) -> None:
             ["[early_exit], key 'warmup': must be above 0 and below"],
         ),
         (HEAD + GRID + "[early_exit]\nwindow = 1\n", ["[early_exit], key 'window': must be at least 2"]),
+        *(
+            (
+                HEAD + GRID + f"[early_exit]\n{key} = {2**64}\n",
+                [f"rates.toml:10: [early_exit], key '{key}': must be at most 2147483647"],
+            )
+            for key in ("window", "divergence_patience", "overfitting_patience")
+        ),
+        *(
+            (
+                HEAD + f'[sweep]\noutput_dir = "o"\n{key} = {value}\n[sweep.grid]\nr = [8]\n',
+                [f"rates.toml:6: [sweep], key '{key}': must be at {bound}"],
+            )
+            for key, value, bound in (
+                ("max_concurrent", 2**64, "most 2147483647, not 18446744073709551616"),
+                ("batch", 2**64, "most 2147483647, not"),
+                ("batch", 0, "least 1, not 0"),
+                ("n_trials", 2**64, "most 4096, not 18446744073709551616"),
+                ("n_trials", 4097, "most 4096"),
+                ("seed", 2**63, "most 9223372036854775807, not"),
+                ("seed", -1, "least 0, not -1"),
+            )
+        ),
         (
             HEAD + GRID + "[early_exit]\nkep = 1\n",
             ["[early_exit], key 'kep': unknown key 'kep'; did you mean"],
@@ -228,6 +260,11 @@ def test_each_fault_is_one_clear_line(tmp_path: Path, text: str, messages: list[
         ("r", "low = -inf, high = 16", "low must be below high, both finite"),
         ("r", "low = 4, high = 16, log = true, step = 4", "takes a step or log = true, not both"),
         ("lora_dropout", "low = 0.0, high = 2.0", "2.0"),
+        ("r", "low = 1, high = 8, step = 3", "nothing above 7 would be drawn; set high = 7, or another step"),
+        ("lora_dropout", "low = 0.0, high = 0.35, step = 0.1", "high - low must be a multiple of step"),
+        ("lora_dropout", "low = 0.0, high = 0.5, step = 1e-40", "step 1e-40 is too small for an interval"),
+        ("r", "low = 1, high = 7, step = 3", None),
+        ("learning_rate", "low = 1e-5, high = 7e-5, step = 2e-5", None),
         ("r", "low = 4, high = 16, step = 4", None),
         ("lora_dropout", "low = 0.0, high = 0.5, step = 0.1", None),
     ],
@@ -252,6 +289,23 @@ def test_a_flag_over_a_swept_key_is_refused(tmp_path: Path) -> None:
 def test_keys_that_choose_validation_rows_may_be_swept_beside_val_data(tmp_path: Path) -> None:
     text = HEAD + 'val_data = "v.jsonl"\n[sweep]\noutput_dir = "o"\n[sweep.grid]\nseed = [1, 2]\n'
     assert [spec.seed for spec in _read(tmp_path, text).run.adapters] == [1, 2]
+
+
+def test_what_all_configurations_lack_is_said_once(tmp_path: Path) -> None:
+    text = 'model = "m"\n' + GRID
+    assert _faults(tmp_path, text) == ["rates.toml: missing key 'data'"]
+    # The control: of one alone it is told which.
+    two = 'model = "m"\n[sweep]\noutput_dir = "o"\n[[sweep.configuration]]\nr = 8\ndata = "a.jsonl"\n'
+    found = _faults(
+        tmp_path,
+        two.replace("[sweep]", '[defaults]\nval_data = "v.jsonl"\n[sweep]', 1)
+        + ("[[sweep.configuration]]\nr = 16\n"),
+    )
+    assert found == ["rates.toml: configuration r16: missing key 'data'"]
+    # Nothing is there, or it is wrong, in one place of the file.
+    assert len(_faults(tmp_path, HEAD.replace("a.jsonl", "none.jsonl") + GRID)) == 1
+    batch = "per_device_train_batch_size = 1048576\ngradient_accumulation_steps = 2\n"
+    assert len(_faults(tmp_path, HEAD + batch + GRID)) == 1
 
 
 def test_faults_come_together(tmp_path: Path) -> None:

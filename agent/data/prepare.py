@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gshare.agent.errors import UsageError
 from gshare.agent.jobs.faults import Faults
 from gshare.agent.jobs.memory import MemoryEstimate, ModelShape, largest_pass
 from gshare.agent.jobs.memory_choice import choose_estimate
@@ -152,10 +151,10 @@ def _tokenise(
 
 
 def _check_split(spec: AdapterSpec, store: TokenStore) -> None:
-    from gshare.agent.data.split import split_rows
+    from gshare.agent.data.split import CannotSplit, split_rows
 
     assert spec.seed is not None
     try:
         split_rows(store, val_fraction=spec.val_fraction, seed=spec.seed)
-    except UsageError as error:
-        raise UsageError(f"adapter {spec.name}: {spec.data}: {error}") from None
+    except CannotSplit as error:
+        raise CannotSplit(f"adapter {spec.name}: {spec.data}", error.what) from None

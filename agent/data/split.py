@@ -15,6 +15,17 @@ from gshare.agent.errors import UsageError
 from numpy.typing import NDArray
 
 
+class CannotSplit(UsageError):
+    """`where` names the file, `what` the matter; a caller may know more of the one, or of what to do."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(where, what)
+        self.where, self.what = where, what
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; add rows, name val_data, or set val_fraction = 0"
+
+
 class Split(NamedTuple):
     """Row ids of a store, ascending, disjoint, together all of them."""
 
@@ -26,7 +37,7 @@ def split_rows(store: TokenStore, *, val_fraction: float, seed: int) -> Split:
     """About `val_fraction` of the rows (at least one) for validation; 0 → none.
 
     Whole groups of equal rows are taken in the order of BLAKE2b(content, key = seed) as long as they
-    fit. Raises `UsageError` when no group fits on its own side, so that a side would be empty.
+    fit. Raises `CannotSplit` when no group fits on its own side, so that a side would be empty.
     """
     if not 0.0 <= val_fraction < 1.0:
         raise UsageError(f"val_fraction must be at least 0 and below 1, found {val_fraction}")
@@ -39,10 +50,7 @@ def split_rows(store: TokenStore, *, val_fraction: float, seed: int) -> Split:
         groups.setdefault(store.content[row].tobytes(), []).append(row)
     if len(groups) < 2:
         rows = f"{n} equal rows" if n > 1 else "one row"
-        raise UsageError(
-            f"{store.meta.source}: {rows} cannot be split into training and validation; add rows, name "
-            f"val_data, or set val_fraction = 0"
-        )
+        raise CannotSplit(store.meta.source, f"{rows} cannot be split into training and validation")
     key = (seed % 2**128).to_bytes(16, "little")
     order = sorted(groups, key=lambda content: hashlib.blake2b(content, key=key, digest_size=16).digest())
     wanted = min(max(1, round(n * val_fraction)), n - 1)

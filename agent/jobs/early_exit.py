@@ -55,6 +55,10 @@ class SweepExit(EarlyExit, frozen=True, kw_only=True, forbid_unknown_fields=True
         return EarlyExit(**{name: getattr(self, name) for name in EarlyExit.__struct_fields__})
 
 
+#: Far more evaluations than a job has; 64-bit counters and the agents' messages hold it.
+_MOST = 2**31 - 1
+
+
 def setting_faults(settings: EarlyExit) -> list[tuple[str, str]]:
     """(key, what it must be) of every value that is of its type and still none."""
     checks = (
@@ -67,7 +71,12 @@ def setting_faults(settings: EarlyExit) -> list[tuple[str, str]]:
         ("warmup", 0 < settings.warmup < 1, "be above 0 and below 1: a share of a job's steps"),
         ("keep", 0 < settings.keep <= 1, "be above 0 and at most 1: a share of the configurations"),
     )
-    return [(key, must) for key, fine, must in checks if not fine]
+    faults = [(key, must) for key, fine, must in checks if not fine]
+    return faults + [
+        (key, f"be at most {_MOST}")
+        for key in ("window", "divergence_patience", "overfitting_patience")
+        if getattr(settings, key) > _MOST
+    ]
 
 
 class _State(msgspec.Struct, kw_only=True):

@@ -122,6 +122,17 @@ class TomlFile:
         return index
 
 
+def said_once(text: str, kind: str, *, of_all: int = 0) -> str:
+    """`text` with the first alone of lines that differ in nothing but whose they are: in "`kind` NAME: ".
+
+    `of_all`: how many there are; what is wrong with all of them is told without a name.
+    """
+    lines: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        lines.setdefault(re.sub(rf"\b{kind} [^:\s]+: ", "", line, count=1), []).append(line)
+    return "\n".join(line if len(same) == of_all > 1 else same[0] for line, same in lines.items())
+
+
 def unknown_key(key: str, known: Iterable[str], hints: dict[str, str] | None = None) -> str:
     """The message for a key that is not known; `hints` maps other people's names to ours."""
     known = list(known)

@@ -16,6 +16,9 @@ from gshare.agent.jobs.names import shorten
 from gshare.agent.jobs.spec_rules import ADAPTER_TYPES
 from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 
+#: numpy's legacy generators, which are Optuna's, take no larger ones.
+_SEEDS = 2**32
+
 
 def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]]) -> list[dict[str, Any]]:
     """The next `space.batch` configurations, fewer at the end, none when `space.n_trials` were drawn.
@@ -50,7 +53,8 @@ def draw(space: SampledSpace, told: Sequence[tuple[dict[str, Any], float | None]
                 values.low, values.high, log=values.log, step=values.step
             )
     # A seed a draw; the constant liar keeps those of one draw apart, whose losses are not known yet.
-    sampler = optuna.samplers.TPESampler(seed=space.seed + len(told), constant_liar=True)
+    seed = (space.seed + len(told)) % _SEEDS
+    sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for values, loss in told:
         study.add_trial(

@@ -356,6 +356,8 @@ def resolve_path(key: str, text: str, base_dir: Path) -> tuple[str | None, str |
     if key == "output_dir":
         if exists and not is_dir:
             return None, f"{shorten(text)} is a file, not a directory"
+        if path == path.parent:
+            return None, f"{shorten(text)} is the root of the file system; name a directory below it"
         return str(path), None
     if not exists:
         return None, f"no such file: {path}"

@@ -27,6 +27,8 @@ MAX_RANK = 1024
 MAX_EPOCHS = 1e6
 #: Rows of one optimizer step, over all of its micro-batches.
 MAX_ROWS_OF_STEP = 2**20
+#: A sweep beyond this is a slip: the report alone would have thousands of curves.
+MAX_CONFIGURATIONS = 4096
 
 ADAPTER_TYPES: dict[str, Any] = {f.name: f.type for f in msgspec.structs.fields(AdapterSpec)}
 #: `adapters` and `source` are not keys of the file.
@@ -150,6 +152,14 @@ def _optional(rule: Rule) -> Rule:
 
 
 _SEED = _whole(0, _LARGEST_SEED)
+
+#: Whole numbers of the table [sweep].
+SWEEP_RULES: dict[str, Rule] = {
+    "max_concurrent": _whole(0),
+    "n_trials": _whole(0, MAX_CONFIGURATIONS),
+    "batch": _whole(1),
+    "seed": _SEED,
+}
 
 ADAPTER_RULES: dict[str, Rule] = {
     "name": name_fault,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
@@ -44,9 +45,27 @@ def range_fault(key: str, interval: Range) -> str | None:
         return f"step must be above 0 and at most high - low, not {step:g}"
     if step is not None and interval.log:
         return "takes a step or log = true, not both"
+    if step is not None and (fault := _step_fault(low, high, step)):
+        return fault
     if key not in ADAPTER_TYPES:
         return None  # said already
     whole = ADAPTER_TYPES[key] is int
     if whole and not all(one is None or one.is_integer() for one in (low, high, step)):
         return "low, high and step must be whole numbers"
     return adapter_value(key, int(high) if whole else high)[1]
+
+
+def _step_fault(low: float, high: float, step: float) -> str | None:
+    """In decimals, as Optuna counts and people write: 0.1 goes into 0.5."""
+    first, last, one = (Decimal(str(number)) for number in (low, high, step))
+    try:
+        rest = (last - first) % one
+    except InvalidOperation:  # more steps than decimals count
+        return f"step {step:g} is too small for an interval from {low:g} to {high:g}"
+    if not rest:
+        return None
+    highest = f"{float(last - rest):g}"
+    return (
+        f"high - low must be a multiple of step: in steps of {step:g} from {low:g} nothing above {highest} "
+        f"would be drawn; set high = {highest}, or another step"
+    )

@@ -43,8 +43,20 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     output_dir: str
 
 
+class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides about the draws, as in the file's table."""
+
+    seed: int
+    n_trials: int
+    batch: int
+    ranges: dict[str, Any]
+
+
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`sweep.json`. `early_exit`: the settings as in the file's table, defaults filled in."""
+    """`sweep.json`. `early_exit`: the settings as in the file's table, defaults filled in.
+
+    `sampler` and `fixed` are for the comparison at --resume; no `fixed`: written before they were.
+    """
 
     version: int = VERSION
     name: str
@@ -56,6 +68,8 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[dict[str, Any]] = []  # of those that a sampler drew: its values, in the same order
     cluster: str = ""  # id of the coordinator's store that has its jobs; empty: they are on this machine
     submission: str = ""  # under which they are there
+    sampler: SamplerRecord | None = None  # None: nothing is drawn
+    fixed: dict[str, Any] | None = None  # of what shapes losses: the value that all have, or that they differ
 
 
 def directory_of(directory: Path, configuration: Configuration) -> Path:
@@ -165,7 +179,10 @@ def read_decisions(directory: Path) -> list[Decision]:
     decisions = []
     for number, line in enumerate(lines, start=1):
         try:
-            decisions.append(msgspec.json.decode(line, type=Decision))
+            decision = msgspec.json.decode(line, type=Decision)
+            for key in ("val_loss", "best_val_loss"):  # what a resumed sweep ranks by
+                msgspec.convert(decision.evidence.get(key), float | None)
+            decisions.append(decision)
         except UNREADABLE as error:
             raise GshareError(
                 f"{path}:{number}: not a decision of a sweep ({error}); remove the line, or the directory"

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gshare.agent.errors import UsageError
 from gshare.agent.jobs.early_exit import SweepExit, setting_faults
-from gshare.agent.jobs.faults import Faults, check_section, convert, unknown_key
+from gshare.agent.jobs.faults import Faults, check_section, convert, said_once, unknown_key
 from gshare.agent.jobs.names import MAX_NAME, name_fault, shorten
 from gshare.agent.jobs.spec import AdapterSpec, RunSpec
 from gshare.agent.jobs.spec_file import (
@@ -41,11 +42,9 @@ from gshare.agent.jobs.spec_file import (
     resolve_path,
     unknown_adapter_key,
 )
-from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, adapter_value
+from gshare.agent.jobs.spec_rules import ADAPTER_TYPES, MAX_CONFIGURATIONS, SWEEP_RULES, adapter_value
 from gshare.agent.jobs.sweep_ranges import Range, SampledSpace, range_fault
 
-#: A grid beyond this is a slip: the report alone would have thousands of curves.
-MAX_CONFIGURATIONS = 4096
 #: A validation loss over other rows, or other tokens of them, does not compare.
 _MEASURE = ("val_data", "data_format", "on_bad_turns", "train_on_prompt", "max_length")
 #: As long as the validation rows are a part of the data, these choose them.
@@ -149,15 +148,13 @@ class SweepFile:
             faults.add(self._where(kinds[0]), "is empty; name keys of an adapter, with values to try")
         if "name" in values and (fault := name_fault(values["name"])):
             faults.add(self._where_key("name", "sweep"), fault)
-        for key, least in (("max_concurrent", 0), ("n_trials", 0), ("batch", 1), ("seed", 0)):
-            if getattr(sweep, key) < least:
-                faults.add(self._where_key(key, "sweep"), f"must be at least {least}")
+        for key, rule in SWEEP_RULES.items():
+            if fault := rule(getattr(sweep, key)):
+                faults.add(self._where_key(key, "sweep"), fault)
         if "ranges" in table and "n_trials" not in table:
             faults.add(header, "missing key 'n_trials': how many configurations to draw")
         elif "ranges" in table and "n_trials" in values and not sweep.n_trials:
             faults.add(self._where_key("n_trials", "sweep"), "must be at least 1, for something to be drawn")
-        if sweep.n_trials > MAX_CONFIGURATIONS:
-            faults.add(self._where_key("n_trials", "sweep"), f"must be at most {MAX_CONFIGURATIONS}")
         return sweep
 
     def _read_early_exit(self, faults: Faults) -> SweepExit:
@@ -296,11 +293,10 @@ class SweepFile:
         if fault is not None:
             faults.add(place.where, fault)
         faults.raise_if_any()
-        directory = (place.base_dir / Path(text).expanduser()).absolute()
         if fault := _place_fault(text, place.base_dir):
             faults.add(place.where, fault)
         faults.raise_if_any()
-        return named, directory
+        return named, (place.base_dir / Path(text).expanduser()).absolute()
 
     def _build(self, chosen: Sequence[Mapping[str, Value]], faults: Faults) -> RunSpec:
         # Those drawn later must not change the names of the earlier ones: numbers.
@@ -314,7 +310,10 @@ class SweepFile:
             }
             where = f"{self._path}: configuration {slug}"
             adapters.append(AdapterTable(where, {**self._template.values, **values, **own}))
-        run = build_run(self._tables.run, adapters, faults, source=str(self._path))
+        try:
+            run = build_run(self._tables.run, adapters, faults, source=str(self._path))
+        except UsageError as error:
+            raise UsageError(said_once(str(error), "configuration", of_all=len(adapters))) from None
         for adapter, spec in zip(adapters, run.adapters, strict=True):
             if spec.val_data is None and spec.val_fraction == 0:
                 faults.add(
