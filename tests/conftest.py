@@ -36,18 +36,9 @@ NEEDS_TORCH = (
 #: Files that take minutes to half a minute of a core, the longest first, without test_ and .py.
 LONGEST = (
     *("device_engine", "triton_compile", "measure_memory", "sweep_process", "durability", "trunk_device"),
-    *(
-        "sweep_repeated",
-        "sweep_benchmark",
-        "trunk",
-        "memory_real",
-        "examples",
-        "queueing_ahead",
-        "cli_estimate",
-        "clone_exact",
-    ),
-    *("nf4", "vram_killed", "joining_exact", "sweep_cluster_process", "trunk_graphs", "reserve_everywhere"),
-    *("finetune_real", "trunk_benchmark", "cluster_process"),
+    *("sweep_repeated", "sweep_benchmark", "trunk", "memory_real", "examples", "queueing_ahead"),
+    *("cli_estimate", "clone_exact", "nf4", "vram_killed", "joining_exact", "sweep_cluster_process"),
+    *("trunk_graphs", "reserve_everywhere", "finetune_real", "trunk_benchmark", "cluster_process"),
 )
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
