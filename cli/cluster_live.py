@@ -136,7 +136,13 @@ class Shown:
             self._no_room = None
         elif time.monotonic() >= self._next_waits:
             self._next_waits = time.monotonic() + WAITS_SECONDS
-            self._tell_waits(client.ask(NodeRows, ListNodes).nodes)
+            try:
+                nodes = client.ask(NodeRows, ListNodes).nodes
+            except (CoordinatorGone, NoCoordinator):
+                raise
+            except GshareError:
+                return  # a coordinator that is slow: it is asked again
+            self._tell_waits(nodes)
 
     def _tell_waits(self, nodes: Sequence[NodeRow]) -> None:
         for node in nodes:

@@ -12,9 +12,11 @@ import importlib.util
 import json as json_module
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import msgspec
 from cyclopts import Parameter
 from gshare.agent.errors import EXIT_OK, UsageError
 from gshare.agent.jobs.names import plain
@@ -186,7 +188,9 @@ def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
     name, run, draws, early_exit = _read(path)
     with told_while(console, f"looking for {Path(run.model).name}") as tell:
         model_dir = find_model(run, shares(tell))
-    speed = rate(run, model_dir, gpus)
+    # What a sampled sweep may draw are choices of one configuration.
+    one_of_them = run if draws is None else msgspec.structs.replace(run, adapters=run.adapters[:1])
+    speed = rate(one_of_them, model_dir, gpus)
     said: set[str] = set()
 
     def say(line: str) -> None:
@@ -198,43 +202,53 @@ def _work(path: Path, gpus: int, rate: Rate, console: Console) -> Work:
 
     with told_while(console, "reading the data"):
         requests = prepare_requests(run, model_dir, resume=False, say=say)
-    tokens, in_full = _count(requests * draws, early_exit)
-    return Work(name, str(path), gpus, draws * len(requests), tokens, in_full, speed)
+    done = [_work_of(request) for request in requests]
+    if draws is not None:
+        one = max(range(len(done)), key=lambda n: done[n].samples(done[n].total_steps) * done[n].mean_tokens)
+        requests, done = [requests[one]] * draws, [done[one]] * draws
+    tokens, in_full = _count(requests, done, early_exit)
+    return Work(name, str(path), gpus, len(requests), tokens, in_full, speed)
 
 
-def _read(path: Path) -> tuple[str, RunSpec, int, SweepExit | None]:
-    """(name, run, how often its configurations are trained, a sweep's settings): of a sampled sweep one
-    that is as much work as any stands for all."""
+def _read(path: Path) -> tuple[str, RunSpec, int | None, SweepExit | None]:
+    """(name, run, how many are drawn, a sweep's settings): of a sampled sweep those of which one is as much
+    work as any that may be drawn; it stands for all."""
     from gshare.agent.jobs.faults import TomlFile
     from gshare.agent.jobs.spec_file import load_run_spec
     from gshare.agent.jobs.sweep_spec import SweepFile
 
     if "sweep" not in TomlFile(path).table:
-        return path.stem, load_run_spec(path), 1, None
+        return path.stem, load_run_spec(path), None, None
     file = SweepFile(path)
     sweep = file.spec()
     if sweep.sampled is None:
-        return sweep.name, sweep.run, 1, sweep.early_exit
-    first = {key: _costliest(key, value) for key, value in sweep.sampled.ranges.items()}
-    return sweep.name, file.spec([first]).run, sweep.sampled.n_trials, sweep.early_exit
+        return sweep.name, sweep.run, None, sweep.early_exit
+    choices = {key: _costliest(key, values) for key, values in sweep.sampled.ranges.items()}
+    candidates = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+    return sweep.name, file.spec(candidates).run, sweep.sampled.n_trials, sweep.early_exit
 
 
-def _costliest(key: str, values: Range | list[Any]) -> Any:
-    """That of what may be drawn; of a key that moves no token any value."""
+def _costliest(key: str, values: Range | list[Any]) -> list[Any]:
+    """Of what may be drawn, those of which one is the most work; of a key that moves no token any value."""
     if isinstance(values, list):
-        return max(values) if key in _MORE else values[0]
+        if key == "data":
+            return values
+        if key == "max_steps":  # -1: as many as the epochs have
+            return sorted({max(values), min(values)})
+        return [max(values) if key in _MORE else values[0]]
     end = values.high if key in _MORE else values.low
-    return int(end) if end.is_integer() else end
+    return [int(end) if end.is_integer() else end]
 
 
-def _count(requests: Sequence[JobRequest], early_exit: SweepExit | None) -> tuple[int, int]:
+def _count(
+    requests: Sequence[JobRequest], works: Sequence[JobWork], early_exit: SweepExit | None
+) -> tuple[int, int]:
     """(tokens at most, in full) of a sweep's configurations, or of a run's jobs, which nothing stops."""
     from gshare.agent.jobs.sweep import Trial
     from gshare.cli.sweep_plan import most_tokens, places_of
 
     trials, work = [], {}
-    for number, request in enumerate(requests):
-        done = _work_of(request)
+    for number, (request, done) in enumerate(zip(requests, works, strict=True)):
         warmup = early_exit.warmup if early_exit is not None else 1.0
         batch = request.spec.per_device_train_batch_size
         trials.append(Trial.of(str(number), batch=batch, total_steps=done.total_steps, warmup=warmup))
@@ -254,7 +268,7 @@ def _work_of(request: JobRequest) -> JobWork:
 
 def training_tokens(request: JobRequest) -> int:
     """Of all steps of a job; each row as the mean of those that it trains on."""
-    return _count([request], None)[1]
+    return _count([request], [_work_of(request)], None)[1]
 
 
 def _table(found: Plan, work: Sequence[Work]) -> list[str]:

@@ -29,6 +29,7 @@ from gshare.agent.errors import (
 )
 from gshare.agent.jobs.events import ENDED
 from gshare.agent.jobs.names import nearest, plain
+from gshare.agent.jobs.sweep_records import SWEEP_FILE
 from gshare.agent.service.client import REPLY_SECONDS, TrainerClient, TrainerGone
 from gshare.agent.service.journal import strict_json
 from gshare.agent.service.output_dir import CLONE_FILE
@@ -392,6 +393,8 @@ def _how_to_go_on(status: JobStatus) -> str:
     own = Path(status.output_dir) / CLONE_FILE
     if own.is_file():
         return f"; it goes on with `gshare finetune --adapters-config {own} --resume`"
+    if (own.parent.parent / SWEEP_FILE).is_file():
+        return ""  # what a sweep has stopped, or somebody in it, is not trained on
     return "; it goes on with the command that it was started by, and --resume"
 
 

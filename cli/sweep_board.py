@@ -100,8 +100,9 @@ def print_result(directory: Path, *, json_lines: bool, left: Mapping[str, Progre
         _print_for_people(result, lost=lost)
     if lost:
         raise GshareError(
-            f"the adapter of the winner, {result['winner']}, is not in {result['best']} any more, and a "
-            "sweep that is done trains nothing: put it back, or run the sweep again with another output_dir"
+            f"the adapter of the winner, {result['winner']}, is not in {result['best']}, and a sweep "
+            "that is done trains nothing: put it back if it was moved, or run the sweep again with another "
+            "output_dir"
         )
 
 

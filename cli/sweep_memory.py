@@ -96,6 +96,8 @@ def memory_of(
     """
     from gshare.agent.base.config import read_config
 
+    if plan is not None:
+        check_ranks(adapters)  # a sampled sweep's, whose template has the rank, are not known before
     specs = {spec.name: spec for spec in adapters}
     shape = ModelShape.of(read_config(model_dir))
     cards = plan.cards if plan is not None else ()

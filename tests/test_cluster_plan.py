@@ -163,6 +163,20 @@ def test_what_is_not_drawn_yet_counts_as_the_costliest(
     assert counts == {file: pytest.approx(8 * four, abs=8) for file in files[1:]}
 
 
+def test_steps_by_epochs_are_compared_with_those_that_are_told(
+    here: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`max_steps = -1` is the smaller number and the more work, with 23 rows three times over."""
+    template = Path(run_file("one", model, keys="max_steps = -1")).read_text(encoding="utf-8")
+    Path("drawn.toml").write_text(
+        template.replace("out/one-0", "out/drawn").replace("max_steps = -1", "")
+        + "[sweep]\nn_trials = 8\n[sweep.ranges]\nmax_steps = [5, -1]\n"
+    )
+    tasks = plan(capsys, "one.toml", "drawn.toml", "--gpus", "2", "--tokens-per-second", "9")["tasks"]
+    counts = {task["file"]: task["tokens_in_full"] for task in tasks}  # type: ignore[attr-defined]
+    assert counts["drawn.toml"] == pytest.approx(8 * counts["one.toml"], abs=8)
+
+
 def test_the_table_names_sweeps_times_and_the_gap(
     here: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from gshare.agent.jobs.events import Stepped, TrainerMessage
+from gshare.agent.jobs.events import JobChanged, Stepped, TrainerMessage
 from gshare.agent.service import protocol, registry
 from gshare.agent.service.client import Reply, TrainerClient
 from gshare.agent.service.hold import spawn_trainer
 from gshare.agent.service.joining import with_identity
 from gshare.agent.service.own_jobs import OwnJobs
 from gshare.agent.service.registry import TrainerConfig
+from gshare.agent.service.supervise import Supervisor
 
 SUPPORT = Path(__file__).parent / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -273,6 +274,20 @@ def test_a_name_that_a_sweep_is_still_to_bring_is_its_own(config: TrainerConfig,
             a.until(lambda events: "completed" in a.states("late"))
     assert weights(late) == weights_after("late", 20)
     stop(a)
+
+
+def test_a_stop_is_told_while_the_trainer_waits_for_memory(config: TrainerConfig, tmp_path: Path) -> None:
+    """It answers a submission when it has its memory. Later ones it answers between two rounds, and until
+    then nobody knows whose a job of that name is."""
+    jobs = [job("a", tmp_path), job("b", tmp_path)]
+    client = Supervisor(config=config, requests=jobs, on_event=lambda event: None)
+    client._here, client._waiting = {"a", "b"}, {1: ("a", "b")}
+    stopped = JobChanged(job="a", state="stopped", step=0, total_steps=0, reason="stopped by B")
+    assert list(client._ours([stopped])) == [stopped]
+    client._answered_once = True
+    assert list(client._ours([stopped])) == []
+    client._waiting = {}
+    assert list(client._ours([])) == [stopped]
 
 
 @pytest.mark.parametrize("looked_at", [True, False])

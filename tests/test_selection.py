@@ -61,13 +61,23 @@ def test_a_sampler_is_told_where_each_stands_among_its_like() -> None:
     """Of raw losses it would learn to draw small batches, which have made more steps: the control."""
     told = standings([*crowd(), Contender("out", 2, None), Contender("alone", 3, 5.0)])
     assert told["out"] is None
-    assert told["alone"] == 0.5
     for steps in (8, 4, 2):
         assert [told[f"s{steps}-{number}"] for number in range(8)] == [(n + 0.5) / 8 for n in range(8)]
     best_eight = sorted(crowd(), key=lambda one: told[one.name] or 0.0)[:8]
     assert Counter(one.steps for one in best_eight) == {8: 3, 4: 3, 2: 2}
     by_loss = sorted(crowd(), key=lambda one: one.loss or 0.0)[:8]
     assert Counter(one.steps for one in by_loss) == {8: 8}
+
+
+def test_few_of_a_kind_are_told_by_their_place_among_each_other() -> None:
+    """The control is a group of four, which stands by itself: alone, each would be told 0.5, and the sampler
+    nothing."""
+    unlike = [Contender(f"c{n}", 10 + n, loss) for n, loss in enumerate((3.0, 1.0, 2.0))]
+    assert standings(unlike) == {"c0": 2.5 / 3, "c1": 0.5 / 3, "c2": 1.5 / 3}
+    four = [Contender(f"d{n}", 2, 9.0 + n) for n in range(4)]
+    together = standings([*unlike, *four])
+    assert together == standings(unlike) | {f"d{n}": (n + 0.5) / 4 for n in range(4)}
+    assert standings([*unlike, *four[:3]])["d0"] == 3.5 / 6
 
 
 @given(CONTENDERS)

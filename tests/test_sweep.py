@@ -360,13 +360,13 @@ def test_a_sampler_is_asked_when_its_last_ones_are_through_the_warm_up() -> None
 
 @pytest.mark.parametrize("rank", ["same_steps", "all"])
 def test_what_a_sampler_is_told_goes_by_the_ranking(rank: Rank) -> None:
-    trials = [
-        Trial.of(f"j{i}", batch=1, total_steps=steps, warmup=0.05) for i, steps in enumerate((20, 20, 40))
-    ]
+    steps = (20, 20, 20, 20, 40)
+    trials = [Trial.of(f"j{i}", batch=1, total_steps=total, warmup=0.05) for i, total in enumerate(steps)]
     sweep = Sweep(trials, SweepExit(rank=rank), Packing(lambda names: True), expects_more=True)
     sweep.handle(Begin())
-    assert sweep.told() == {"j0": None, "j1": None, "j2": None}
-    for job, step, loss in (("j0", 1, 3.0), ("j1", 1, 2.0), ("j2", 2, 1.0)):
-        sweep.handle(Paused(job, step, loss))
-    by_loss = {"j0": 3.0, "j1": 2.0, "j2": 1.0}
-    assert sweep.told() == (by_loss if rank == "all" else {"j0": 0.75, "j1": 0.25, "j2": 0.5})
+    assert set(sweep.told().values()) == {None}
+    by_loss = {"j0": 5.0, "j1": 4.0, "j2": 3.0, "j3": 2.0, "j4": 1.0}
+    for job, loss in by_loss.items():
+        sweep.handle(Paused(job, 2 if job == "j4" else 1, loss))
+    alike = {"j0": 0.875, "j1": 0.625, "j2": 0.375, "j3": 0.125, "j4": 0.5}
+    assert sweep.told() == (by_loss if rank == "all" else alike)

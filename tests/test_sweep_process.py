@@ -301,7 +301,7 @@ def test_a_winner_whose_adapter_was_deleted_is_told(finished: Path) -> None:
     said, err = _run("sweep", str(finished), "--resume", code=1)
     assert said.splitlines()[-1].endswith(", its adapter is gone")
     winner = result_of(out)["winner"]
-    assert f"the adapter of the winner, {winner}, is not in {best} any more" in err
+    assert f"the adapter of the winner, {winner}, is not in {best}, and" in err
     said, err = _run("sweep", str(finished), "--resume", "--json", code=1)
     assert json.loads(said.splitlines()[-1])["winner"] == winner
     assert "run the sweep again with another output_dir" in err

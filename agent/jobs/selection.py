@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: Of fewer with as many steps a place among them says next to nothing.
+FEW = 4
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -66,10 +69,15 @@ def select(contenders: Sequence[Contender], share: float, *, among_all: bool = F
 
 def standings(contenders: Sequence[Contender]) -> dict[str, float | None]:
     """Where each stands among those with as many steps, above 0 (the lowest loss) and below 1; None: as its
-    loss. What a sampler is told: of losses after unlike numbers of steps it would learn to make many."""
+    loss. What a sampler is told: of losses after unlike numbers of steps it would learn to make many.
+
+    Those with less than FEW of their like stand among each other: alone, each would be in the middle.
+    """
+    ranked = _ranked(contenders)
+    sizes = Counter(one.steps for one in ranked)
     groups: dict[int, list[Contender]] = {}
-    for one in _ranked(contenders):
-        groups.setdefault(one.steps, []).append(one)
+    for one in ranked:
+        groups.setdefault(one.steps if sizes[one.steps] >= FEW else 0, []).append(one)
     found: dict[str, float | None] = {one.name: None for one in contenders}
     for group in groups.values():
         for place, one in enumerate(group):

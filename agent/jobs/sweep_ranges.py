@@ -64,7 +64,7 @@ def _step_fault(low: float, high: float, step: float) -> str | None:
         return f"step {step:g} is too small for an interval from {low:g} to {high:g}"
     if not rest:
         return None
-    highest = f"{float(last - rest):g}"
+    highest = format((last - rest).normalize(), "f")
     return (
         f"high - low must be a multiple of step: in steps of {step:g} from {low:g} nothing above {highest} "
         f"would be drawn; set high = {highest}, or another step"

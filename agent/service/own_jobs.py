@@ -123,8 +123,10 @@ class OwnJobs:
             self._actions.extend(self._end(job, "failed", reason))
 
     def _ours(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Those that are of this client's jobs, each looked at when those before it were taken."""
-        asked = {job for jobs in self._waiting.values() for job in jobs}
+        """Those that are of this client's jobs, each looked at when those before it were taken. Of the first
+        submission none is held: those names are kept for it, and a trainer that waits for memory tells of a
+        stop long before it answers."""
+        asked = {job for jobs in self._waiting.values() for job in jobs} if self._answered_once else set()
         known = [*self._held, *events]
         self._held = [event for event in known if _is_state(event) and event.job in asked]
         for event in known:

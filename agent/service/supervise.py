@@ -232,7 +232,8 @@ class Supervisor(OwnJobs):
             self.finder.switch(own)
         found = self.finder.poll_switch()
         if found is not None:
-            jobs = tuple(job for jobs in self._waiting.values() for job in jobs)
+            active = set(self.table.active())  # one may have been stopped while it waited
+            jobs = tuple(job for jobs in self._waiting.values() for job in jobs if job in active)
             self._hang_up()
             self._here, self._waiting, self._held = set(), {}, []
             self._use(found, jobs)
