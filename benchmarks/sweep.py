@@ -54,6 +54,7 @@ from gshare.kernels.numerics import NUMERICS
 from sweep_arms import Arm, Grid, Search, Setting
 from sweep_peft import TOLERANCE, run_peft
 from sweep_ranking import History, boundaries, disagreements, ranking, verdict
+from sweep_words import end_lines, ranking_lines, seed_lines, verdict_lines
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
 
@@ -97,12 +98,15 @@ def main() -> int:
             search = Search(setting, seed)
             found, arms = one_seed(search, verify=args.verify, control=args.control)
             seeds.append({"seed": seed, **found})
-            if args.verify:
-                print("\n".join(seed_lines(seeds[-1])), flush=True)
             report = _write(args, grid, setting, seeds, split)  # hours may pass before the next
-            if args.verify and split is None and not args.no_split:
+            if not args.verify:
+                continue
+            if split is None and not args.no_split:
                 split = clock(search, arms, peft_steps=args.peft_steps)
                 report = _write(args, grid, setting, seeds, split)
+            seeds[-1] |= ranked(search, arms)
+            print("\n".join(ranking_lines(seeds[-1])), flush=True)
+            report = _write(args, grid, setting, seeds, split)
     print("\n".join(end_lines(report)), flush=True)
     return 0 if all(report["gates"].values()) else 1
 
@@ -111,32 +115,43 @@ def one_seed(search: Search, *, verify: bool, control: bool) -> tuple[dict[str, 
     """What one seed gave, and its arms."""
     sweep = search.run_sweep(control=control)
     found: dict[str, Any] = {"saved": saved(search.directory), "sweep_s": sweep.seconds, "load": sweep.load}
+    search.clear()
     print("\n".join(seed_lines({"seed": search.seed, **found})), flush=True)  # minutes before the next
     if not verify:
         return found, {"sweep": sweep}
     full = search.run_full()
-    missing = _missing(search, full.vals, full)
-    before = search.run_boundaries(missing) if missing else Arm()
-    history = {name: {**before.vals.get(name, {}), **full.vals.get(name, {})} for name in search.totals}
-    final = {name: full.best().get(name) for name in search.totals}
-    faults = [
-        fault
-        for arm in (sweep, before)
-        for ours, theirs in ((full.losses, arm.losses), (history, arm.vals))
-        for fault in disagreements(ours, theirs)
-    ]
-    assert not _missing(search, history, full), "a warm-up's end without a validation loss"
-    return found | {
-        "verdict": verdict(final, {name: sweep.best().get(name) for name in search.totals}),
-        "disagreements": faults[:8],
-        "ranking": ranking(history, search.totals, final),
+    found |= {
         "full_s": full.seconds,
+        "verdict": verdict(full.best(), {name: sweep.best().get(name) for name in search.totals}),
+        "disagreements": _disagreements(sweep, full, full.vals),
         "at_once": {"full": full.most_at_once, "sweep": sweep.most_at_once},
         "total_steps": search.totals,
         "full_states": full.states,
         "full_val_losses": full.vals,
         "sweep_val_losses": sweep.vals,
-    }, {"sweep": sweep, "full": full}
+    }
+    print("\n".join(verdict_lines(found)), flush=True)
+    return found, {"sweep": sweep, "full": full}
+
+
+def ranked(search: Search, arms: Mapping[str, Arm]) -> dict[str, Any]:
+    """How warm-ups rank, with the runs that this takes, and the disagreements with those as well."""
+    full = arms["full"]
+    missing = _missing(search, full.vals, full)
+    again = search.run_boundaries(missing) if missing else Arm()
+    history = {name: {**again.vals.get(name, {}), **full.vals.get(name, {})} for name in search.totals}
+    assert not _missing(search, history, full), "a warm-up's end without a validation loss"
+    return {
+        "ranking": ranking(history, search.totals, full.best()),
+        "disagreements": [
+            *_disagreements(arms["sweep"], full, history),
+            *_disagreements(again, full, history),
+        ],
+    }
+
+
+def _disagreements(arm: Arm, full: Arm, vals: History) -> list[str]:
+    return [*disagreements(full.losses, arm.losses), *disagreements(vals, arm.vals)][:8]
 
 
 def _missing(search: Search, history: History, full: Arm) -> dict[str, list[int]]:
@@ -207,7 +222,7 @@ def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[s
     }
 
 
-# ---------------------------------------------------------------------- what is said
+# ---------------------------------------------------------------------- the report
 
 
 def _write(
@@ -275,56 +290,6 @@ def _machine(device: str) -> str:
     return (
         f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     )
-
-
-def seed_lines(one: dict[str, Any]) -> list[str]:
-    parts = one["saved"]
-    by = ", ".join(
-        f"{name} {part['share']:.1%} ({part['runs']} runs)" for name, part in parts["by_pattern"].items()
-    )
-    lines = [
-        f"seed {one['seed']}: trained on {parts['samples']:,} of {parts['samples_in_full']:,} samples, "
-        f"{parts['share']:.1%} saved: {by}",
-        f"  sweep {one['sweep_s']:.1f} s"
-        + (f", full search {one['full_s']:.1f} s" if "full_s" in one else ""),
-    ]
-    if "verdict" not in one:
-        return lines
-    found = one["verdict"]
-    lines.append(
-        f"  winner {found['winner']} {found['winner_val_loss']}, full search {found['best_of_full']} "
-        f"{found['best_val_loss']}: {found['excess']:+.2%}, {'passed' if found['passed'] else 'FAILED'}"
-    )
-    lines += [f"  DIFFERENT: {fault}" for fault in one["disagreements"]]
-    for row in one["ranking"]:
-        rho = "not defined" if row["spearman"] is None else f"{row['spearman']:.2f}"
-        like = "not defined" if row["spearman_alike"] is None else f"{row['spearman_alike']:.2f}"
-        lines += [
-            f"  warm-up {row['warmup']:.0%}, like with like: rho {like}, {_kept(row, '_alike')}",
-            f"    all ranked together: rho {rho}, {_kept(row, '')}",
-        ]
-    return lines
-
-
-def _kept(row: Mapping[str, Any], which: str) -> str:
-    where = "inside" if row["best_inside" + which] else f"OUTSIDE ({row['excess' + which]:+.2%})"
-    return f"{row['coverage' + which]:.0%} of the true top 25 %, best {where}"
-
-
-def end_lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"{name}: {'ok' if fine else 'FAILED'}" for name, fine in report["gates"].items()]
-    split, ratios = report["clock"], report["ratios"]
-    if split is not None:
-        lines += [f"{arm:8} {seconds:10.1f} s" for arm, seconds in split["seconds"].items()]
-        lines += [f"{arm} is extrapolated: {what}" for arm, what in split["extrapolated"].items()]
-        lines += [
-            f"DIFFERENT: {fault}" for fault in split["peft_disagreements"] + split["groups_disagreements"]
-        ]
-    if ratios is not None:
-        lines += [f"{name}: {ratio:.2f} times" for name, ratio in ratios.items()]
-    elif split is not None:
-        lines.append("no ratio: a gate failed")
-    return lines
 
 
 # ---------------------------------------------------------------------- input

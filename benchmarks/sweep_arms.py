@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -133,6 +134,11 @@ class Search:
         """Of the arm `sweep`."""
         return self.made.source.directory
 
+    def clear(self) -> None:
+        """Remove the adapters and checkpoints of the arm `sweep`, as those of the others are when they have
+        ended: of the paper's grid they are 14 GB an arm."""
+        shutil.rmtree(self.directory)
+
     def run_sweep(self, *, control: bool = False) -> Arm:
         made, machine = self.made, WorstFirst if control else Sweep
         return self._run(made, lambda packing: machine(made.trials(), made.spec.early_exit, packing))
@@ -216,6 +222,7 @@ class Search:
         made.source.directory.mkdir(exist_ok=True)
         write_sweep(made.source.directory, made.record())
         arm = Arm(load=os.getloadavg()[0])
+        reasons: dict[str, str] = {}
         started: dict[str, float] = {}
         running: set[str] = set()
 
@@ -226,6 +233,7 @@ class Search:
                 arm.vals.setdefault(event.job, {})[event.step] = event.val_loss
             elif isinstance(event, JobChanged):
                 arm.states[event.job] = event.state
+                reasons[event.job] = event.reason
                 (running.add if event.state == "running" else running.discard)(event.job)
                 arm.most_at_once = max(arm.most_at_once, len(running))
                 if event.state == "running":
@@ -254,7 +262,10 @@ class Search:
         print(f"  {where.parent.name} {where.name}: {arm.seconds:.1f} s", file=sys.stderr, flush=True)
         failed = [name for name, state in arm.states.items() if state == "failed"]
         if failed or not sweep.done:
-            raise SystemExit(f"{made.source.directory}: {', '.join(failed) or 'stopped'} (exit code {code})")
+            why = "\n".join(f"  {name}: {reasons[name]}" for name in failed[:4])
+            raise SystemExit(f"{where}: {len(failed)} failed, exit code {code}\n{why}")
+        if made is not self.made:
+            shutil.rmtree(made.source.directory)
         return arm
 
 
