@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshare.agent.errors import GshareError
-from gshare.agent.jobs.events import JobChanged
+from gshare.agent.errors import EXIT_FAILURE, GshareError
+from gshare.agent.jobs.events import NOT_SAVED, JobChanged
 from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop
 from gshare.agent.jobs.sweep import Event as SweepEvent
 from gshare.agent.jobs.sweep_records import Decision, Pattern
-from gshare.agent.service.deciding import Deciding
+from gshare.agent.service.deciding import UNRANKED, Deciding
 from gshare.agent.service.stopping import StopRequest
 from gshare.coordinator.api_client import CoordinatorClient, CoordinatorGone, NoCoordinator
 from gshare.coordinator.api_protocol import (
@@ -81,9 +81,9 @@ class ClusterSweep:
         self._looked, self._next_look = False, 0.0
 
     def run(self) -> int:
-        """The exit code: 0 when the sweep is done and nothing failed, 1 when something did; 130 or 143 when
-        it was left, its jobs on the cluster as they are. GshareError: no coordinator for a minute, or one
-        that refuses what is asked."""
+        """The exit code: 0 when the sweep is done and nothing failed, 1 when something did; when it was left,
+        its jobs on the cluster as they are, 130 or 143, and 1 when files of one could not be written.
+        GshareError: no coordinator for a minute, or one that refuses what is asked."""
         self._tell(Begin())
         deadline = None
         while not self._over and self.stop.exit_code is None:
@@ -139,6 +139,10 @@ class ClusterSweep:
             # One that the coordinator was not asked for stands as an earlier life left it.
             if row.job in self.deciding.jobs and row.job not in self._new:
                 event = self._happened(row)
+                if isinstance(event, Ended) and event.state == "failed" and NOT_SAVED in event.reason:
+                    self.stop.exit_code = EXIT_FAILURE
+                    self.say(f"{row.job}: {UNRANKED}")
+                    return
                 if event is not None:
                     self._tell(event)
         if self._carry_out(client):

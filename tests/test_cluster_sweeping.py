@@ -52,9 +52,9 @@ def _alone(curves: dict[str, Curve], settings: SweepExit) -> tuple[str | None, s
     return winner, _decided(engine.decisions)
 
 
-def _differ(seed: int, *, kills: int = 0, **fields: bool) -> bool:
+def _differ(seed: int, *, kills: int = 0, full_disks: int = 0, **fields: bool) -> bool:
     curves, settings = _case(seed)
-    cluster = StrawCluster(curves, settings, seed=seed, kills=kills, **fields)
+    cluster = StrawCluster(curves, settings, seed=seed, kills=kills, full_disks=full_disks, **fields)
     winner = cluster.run(most=random.Random(seed).choice((0, 1, 3))).winner
     return (winner, _decided(cluster.decisions)) != _alone(curves, settings)
 
@@ -73,6 +73,20 @@ def test_without_what_was_decided_before_a_kill_it_is_another_sweep() -> None:
 def test_without_early_exit_on_the_nodes_it_is_another_sweep() -> None:
     """Negative control of its transport."""
     assert any(_differ(seed, exits=False) for seed in range(150))
+
+
+def test_full_disks_change_nothing() -> None:
+    """Each leaves the sweep, which goes on when it is resumed."""
+    assert [seed for seed in range(150) if _differ(seed, full_disks=3)] == []
+    assert [seed for seed in range(150) if _differ(seed, kills=10, full_disks=3)] == []
+
+
+def test_ranked_without_those_that_met_a_full_disk_it_is_another_sweep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(sweeping, "NOT_SAVED", "none of these words")
+    assert any(_differ(seed, full_disks=3) for seed in range(150))
 
 
 def _straw(**fields: bool) -> StrawCluster:

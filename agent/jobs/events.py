@@ -15,6 +15,8 @@ JobStateName = Literal["queued", "running", "paused", "completed", "stopped", "d
 
 #: States that a job does not leave by itself. `stopped` and `failed` can be resumed by the user.
 ENDED: frozenset[str] = frozenset({"completed", "stopped", "diverged", "failed"})
+#: In the reason of a failed job whose files could not be written: the disk's fault, and none of its own.
+NOT_SAVED = "not saved: "
 
 
 class LastLosses(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import msgspec
 from gshare.agent.errors import EXIT_RETRY, EXIT_SIGTERM, EXIT_USAGE, GshareError
-from gshare.agent.jobs.events import ENDED, Event, Exit, JobChanged, JobStateName, TrainerMessage
+from gshare.agent.jobs.events import (
+    ENDED,
+    NOT_SAVED,
+    Event,
+    Exit,
+    JobChanged,
+    JobStateName,
+    TrainerMessage,
+)
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.node.attempt_supervisor import AttemptSupervisor
 from gshare.agent.node.checks import owner_tag
@@ -264,7 +272,7 @@ class RunningAttempt:
             return Outcome(status.state, status.reason)
         of_node = supervisor.gave_up or self._stop.exit_code is not None
         of_node = of_node or supervisor.ended_with not in (None, EXIT_USAGE)
-        by_words = any(word in status.reason for word in (*_DISK_WORDS, *_MEMORY_WORDS))
+        by_words = any(word in status.reason for word in (NOT_SAVED, *_DISK_WORDS, *_MEMORY_WORDS))
         return Outcome("failed", status.reason, retry=of_node or by_words)
 
     def _config(self, prepared: PreparedJob, request: JobRequest) -> TrainerConfig:

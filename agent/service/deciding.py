@@ -29,6 +29,9 @@ class Job:
     work: Work
 
 
+#: Of a configuration whose files could not be written.
+UNRANKED = "its files could not be written: the sweep stops here, since nobody is to be ranked without it"
+
 #: The next configurations of a sampled sweep, with their trials.
 Draw = Callable[[], tuple[Added, dict[str, Job]]]
 

@@ -1,7 +1,8 @@
 """A sweep on one trainer: carries out what its machine says, and tells it what happens.
 
 What ends for a reason that is none of its own (Ctrl-C, a trainer that was told to stop, no memory) is no
-decision: it is left to `--resume`.
+decision: it is left to `--resume`. A disk that takes no files fails one configuration after another, and the
+rest would be ranked without them: the sweep stops at the first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
-from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, TrainerMessage
+from gshare.agent.jobs.events import ENDED, NOT_SAVED, Evaluated, Event, JobChanged, TrainerMessage
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop, Sweep
 from gshare.agent.jobs.sweep_records import DecisionLog, Pattern
-from gshare.agent.service.deciding import Deciding, Draw, Job
+from gshare.agent.service.deciding import UNRANKED, Deciding, Draw, Job
 from gshare.agent.service.protocol import STOPPED_BY
 from gshare.agent.service.registry import TrainerConfig
 from gshare.agent.service.stopping import StopRequest
@@ -104,6 +105,9 @@ class SweepRun:
             return Resumed(event.job, event.step)
         if event.state not in ENDED:
             return None
+        if event.state == "failed" and NOT_SAVED in event.reason:
+            self._leave(event.job)
+            return None
         pattern: Pattern = event.exit.pattern if event.exit is not None else ""
         if event.state == "stopped" and not pattern:
             if not event.reason.startswith(STOPPED_BY):
@@ -119,6 +123,10 @@ class SweepRun:
             reason=event.reason,
             evidence=event.exit.evidence if event.exit is not None else {},
         )
+
+    def _leave(self, job: str) -> None:
+        self.stop.exit_code = EXIT_FAILURE
+        self.on_event(TrainerMessage(level="error", text=UNRANKED, job=job))
 
     def _tell_lost(self, job: str, step: int) -> None:
         if reached := self.sweep.lost(job, step):

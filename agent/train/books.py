@@ -18,6 +18,7 @@ from gshare.agent.errors import GshareError, UsageError
 from gshare.agent.jobs.early_exit import describe_exit
 from gshare.agent.jobs.events import (
     ENDED,
+    NOT_SAVED,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -212,7 +213,7 @@ class Books:
             if job is None:
                 continue
             if result.error is not None and job.state not in ENDED and job.name not in self._failing:
-                self._fail_save(job, f"checkpoint of step {result.step} was not saved: {result.error}")
+                self._fail_save(job, f"checkpoint of step {result.step} was {NOT_SAVED}{result.error}")
             self._settled(job)
 
     def _fail_save(self, job: Job, reason: str) -> None:
@@ -235,6 +236,9 @@ class Books:
         try:
             job.append_metrics({"type": type, **fields})
         except OSError as error:
-            self.fail(job, GshareError(f"{job.output_dir / 'metrics.jsonl'}: {error.strerror}"))
+            where = job.output_dir / "metrics.jsonl"
+            self.fail(
+                job, GshareError(f"losses of step {event.step} were {NOT_SAVED}{where}: {error.strerror}")
+            )
             return False
         return True

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+from gshare.agent.errors import EXIT_FAILURE
 from gshare.agent.jobs.early_exit import SweepExit
-from gshare.agent.jobs.events import Exit
+from gshare.agent.jobs.events import NOT_SAVED, Exit
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Sweep, Trial
 from gshare.agent.jobs.sweep_records import Decision, DecisionLog
@@ -87,6 +88,7 @@ class StrawCluster:
     settings: SweepExit
     seed: int
     kills: int = 0  # of the sweep and of the coordinator, each
+    full_disks: int = 0  # jobs that fail since their files cannot be written
     exits: bool = True  # False: early exit does not reach the nodes
     replays: bool = True  # False: what was decided is not read again
     jobs: dict[str, StrawJob] = field(default_factory=dict)
@@ -98,13 +100,14 @@ class StrawCluster:
         self._dice = random.Random(self.seed)
         self._left = {Killed: self.kills, CoordinatorGone: self.kills}
         self.journal_id, self.seq = "", 0
+        self.left_for_a_disk = False
         self.trials = [
             Trial.of(name, batch=1, total_steps=len(curve.losses), warmup=self.settings.warmup)
             for name, curve in self.curves.items()
         ]
 
     def run(self, most: int = 0) -> Sweep:
-        """To the sweep's end, started again after each kill."""
+        """To the sweep's end, started again after each kill and each full disk."""
         while True:
             sweep = Sweep(self.trials, self.settings, Packing(lambda names: True, most=most))
             decided = [msgspec.json.decode(msgspec.json.encode(one), type=Decision) for one in self.decisions]
@@ -126,8 +129,12 @@ class StrawCluster:
                 on_look=self._looked,
             )
             try:
-                life.run()
+                code = life.run()
             except Killed:
+                continue
+            if self.left_for_a_disk and not sweep.done:
+                assert code == EXIT_FAILURE
+                self.left_for_a_disk = False
                 continue
             assert sweep.done
             return sweep
@@ -160,7 +167,13 @@ class StrawCluster:
 
     def poll(self, timeout: float) -> list[Any]:
         if self.jobs:
-            self.jobs[self._dice.choice(sorted(self.jobs))].train(self._dice, exits=self.exits)
+            job = self.jobs[self._dice.choice(sorted(self.jobs))]
+            job.train(self._dice, exits=self.exits)
+            if self.full_disks and job.state == "running" and self._dice.random() < 0.1:
+                self.full_disks -= 1
+                self.left_for_a_disk = True
+                job.state = "failed"
+                job.reason = f"5 attempts failed, the last: step {job.step} was {NOT_SAVED}no space"
         self._perhaps(Killed, CoordinatorGone)
         return []
 
@@ -187,6 +200,8 @@ class StrawCluster:
             if make is ResumeClusterJobs and job.parked:
                 job.parked, job.past, job.state = False, True, "waiting"
                 job.step = job.saved
+            elif make is ResumeClusterJobs and job.state == "failed":
+                job.step, job.state = job.saved, "waiting"
             elif make is StopClusterJobs:
                 assert job.parked, f"{name} is stopped, and was not waiting"
                 job.parked, job.state, job.reason = False, "stopped", fields["reason"]
