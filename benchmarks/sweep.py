@@ -6,6 +6,7 @@
     python benchmarks/sweep.py --verify --model tiny          a toy base and toy data: the path, no figures
     python benchmarks/sweep.py --verify --control             negative control: keeps the worst, must fail
     python benchmarks/sweep.py                                the sweep alone: samples saved, seconds
+    python benchmarks/sweep.py --report FILE [FILE...]        nothing run: what was written, judged again
 
 For each seed the configurations are trained in full, packed (`full`), and by the sweep, with the defaults of
 `gshare sweep`: warm-up 5 %, keep 25 %, each compared with those of as many steps. Gates, on every seed:
@@ -54,6 +55,7 @@ from gshare.kernels.numerics import NUMERICS
 from sweep_arms import Arm, Grid, Search, Setting
 from sweep_peft import TOLERANCE, run_peft
 from sweep_ranking import History, boundaries, disagreements, ranking, verdict
+from sweep_report import gates_of, ratios_of, read_again
 from sweep_words import end_lines, ranking_lines, seed_lines, verdict_lines
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
@@ -76,17 +78,12 @@ GRIDS = {
     # Two cores have to train it in full: 8 configurations of 80 samples.
     "small": Grid((2e-5, 2e-4, 1e-3, 5e-3), (8,), (2, 4), "trivia", 40, 12, 2, evaluations=10, at_once=4),
 }
-#: Arms from the slowest to the fastest, and what is gained from one to the next.
-STEPS = (
-    ("peft", "alone", "gshare's step"),
-    ("alone", "groups", "packing"),
-    ("groups", "full", "admission"),
-    ("full", "sweep", "early exit"),
-)
 
 
 def main() -> int:
     args = _arguments()
+    if args.report:
+        return _report_again(args)
     grid = GRIDS[args.grid]
     grid = replace(grid, **{key: given for key in ("rows", "epochs") if (given := getattr(args, key))})
     with tempfile.TemporaryDirectory(prefix="gshare-sweep-") as folder:
@@ -205,6 +202,7 @@ def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[s
             "full": arms["full"].seconds,
             "sweep": arms["sweep"].seconds,
         },
+        "peft_step_s": {batches[one.name]: one.seconds / one.steps for one in peft},
         "extrapolated": {
             "peft": f"{len(sample)} of {len(totals)} configurations, {peft_steps} steps each; "
             "no loading, evaluation or save",
@@ -225,6 +223,21 @@ def clock(search: Search, arms: Mapping[str, Arm], *, peft_steps: int) -> dict[s
 # ---------------------------------------------------------------------- the report
 
 
+def _report_again(args: argparse.Namespace) -> int:
+    report = read_again(args.report)
+    for one in report["seeds"]:
+        print("\n".join([*seed_lines(one), *verdict_lines(one), *ranking_lines(one)]))
+    print("\n".join(end_lines(report)))
+    _to_json(args, report)
+    return 0 if all(report["gates"].values()) else 1
+
+
+def _to_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.json is not None:
+        text = json.dumps(strict_json(report), indent=1, allow_nan=False)
+        args.json.write_text(text + "\n", encoding="utf-8")
+
+
 def _write(
     args: argparse.Namespace,
     grid: Grid,
@@ -233,10 +246,7 @@ def _write(
     split: dict[str, Any] | None,
 ) -> dict[str, Any]:
     report = _report(args, grid, setting, seeds, split)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps(strict_json(report), indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+    _to_json(args, report)
     return report
 
 
@@ -247,19 +257,7 @@ def _report(
     seeds: Sequence[dict[str, Any]],
     split: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    gates = {}
-    if args.verify:
-        gates["winner within 0.5 % of the full search"] = all(one["verdict"]["passed"] for one in seeds)
-        gates["losses of the sweep are the full search's"] = not any(one["disagreements"] for one in seeds)
-    if split is not None:
-        gates["every arm did the same work"] = not (
-            split["peft_disagreements"] or split["groups_disagreements"]
-        )
-    ratios = None
-    if split is not None and all(gates.values()):
-        seconds = split["seconds"]
-        ratios = {name: seconds[slow] / seconds[fast] for slow, fast, name in STEPS}
-        ratios["PEFT in full ÷ sweep"] = seconds["peft"] / seconds["sweep"]
+    gates = gates_of(seeds, split) if args.verify else {}
     return {
         "work": {
             "model": args.model,
@@ -279,7 +277,7 @@ def _report(
         },
         "seeds": list(seeds),
         "clock": split,
-        "ratios": ratios,
+        "ratios": ratios_of(split, gates),
         "gates": gates,
     }
 
@@ -311,7 +309,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=0, help="instead of the grid's")
     parser.add_argument("--peft-steps", type=int, default=4)
     parser.add_argument("--no-split", action="store_true", help="leave PEFT, alone and groups out")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where the report goes, too")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="judge what was written")
     return parser.parse_args()
 
 

@@ -74,6 +74,60 @@ def test_a_sweep_that_keeps_the_worst_fails() -> None:
     assert " times" not in done.stdout
 
 
+# ---------------------------------------------------------------------- what was measured
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A copy of what the paper's grid gave on a GPU."""
+    path = tmp_path / "measured.json"
+    path.write_bytes((BENCHMARKS / "results" / "sweep_cuda.json").read_bytes())
+    return path
+
+
+def _report(*paths: Path) -> tuple[int, str]:
+    done = run("--report", *map(str, paths))
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_paper_s_grid_reaches_its_numbers(measured: Path, tmp_path: Path) -> None:
+    """60 configurations, three seeds; judged again from their losses."""
+    code, told = _report(measured, measured)
+    assert code == 0, told
+    found = json.loads(measured.read_text(encoding="utf-8"))
+    assert found["work"]["configurations"] == 60
+    assert [one["seed"] for one in found["seeds"]] == [0, 1, 2]
+    assert all(one["saved"]["share"] >= 0.70 for one in found["seeds"])
+    assert all(len(one["full_val_losses"]) == 60 for one in found["seeds"])
+    assert told.count(": +0.") == 6
+    assert "FAILED" not in told
+    assert float(told.rsplit("PEFT in full ÷ sweep: ", 1)[1].split()[0]) >= 30
+
+
+def test_a_measured_file_with_one_other_loss_fails(measured: Path) -> None:
+    """Negative control: of one loss of the full search a bit, or it would have had a better winner."""
+    found = json.loads(measured.read_text(encoding="utf-8"))
+    losses = found["seeds"][1]["full_val_losses"]["s-lr1e-05-r16-b8"]
+    losses[min(losses, key=int)] = 3.0
+    measured.write_text(json.dumps(found), encoding="utf-8")
+    code, told = _report(measured)
+    assert (code, f"{GATES[0]}: FAILED" in told, "PEFT in full" in told) == (1, True, False)
+
+    found["seeds"][1]["full_val_losses"] = found["seeds"][1]["sweep_val_losses"]
+    name, losses = next(iter(found["seeds"][1]["full_val_losses"].items()))
+    step = next(iter(losses))
+    found["seeds"][1]["sweep_val_losses"] = {name: {step: math.nextafter(losses[step], 9.0)}}
+    measured.write_text(json.dumps(found), encoding="utf-8")
+    code, told = _report(measured)
+    assert (code, f"{GATES[1]}: FAILED" in told) == (1, True)
+
+
+def test_files_of_different_work_are_not_read_together(measured: Path) -> None:
+    code, told = _report(measured, BENCHMARKS / "results" / "sweep_cpu.json")
+    assert code == 1
+    assert "its work is not that of" in told
+
+
 # ---------------------------------------------------------------------- arithmetic
 
 
