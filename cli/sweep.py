@@ -32,8 +32,9 @@ from gshare.cli.gpu_plan import budget_line, plan_gpu, request_gpu
 from gshare.cli.streams import stderr_console
 from gshare.cli.sweep_board import Progress, print_result
 from gshare.cli.sweep_decided import decided_before
+from gshare.cli.sweep_files import Files, files_of
 from gshare.cli.sweep_memory import Memory, check_for_gpu, memory_of
-from gshare.cli.sweep_plan import plan_of, print_plan
+from gshare.cli.sweep_plan import places_of, plan_of, print_plan
 from gshare.cli.sweep_prepared import Prepared, check_same, claimed, earlier
 from gshare.cli.sweep_values import drawn
 from rich.text import Text
@@ -107,6 +108,8 @@ def sweep(
             reserved, memory.estimate, f"sweep {source.name}", shared=join and made.base is not None
         )
         console.print(Text(budget_line(reserved, gpu, memory.estimate)))
+    if warning := _files(made, memory).warning():
+        console.print(Text(f"warning: {warning}"))
     with claimed(made, before, resume=resume):
         return _run(made, memory, gpu, device=device, json_lines=json, join=join)
 
@@ -171,8 +174,20 @@ def plan(
         num_layers=memory.shape.num_layers,
         max_tokens=made.spec.run.max_tokens_per_pass,
     )
-    print_plan(planned, made.spec, trunk, json_lines=json)
+    print_plan(planned, made.spec, trunk, _files(made, memory), json_lines=json)
     return EXIT_OK
+
+
+def _files(made: Prepared, memory: Memory) -> Files:
+    count = made.spec.sampled.n_trials if made.spec.sampled is not None else len(made.jobs)
+    return files_of(
+        made.source.directory,
+        memory.shape,
+        made.trials(),
+        memory.specs,
+        places=places_of(made.spec.early_exit, count),
+        count=count,
+    )
 
 
 def _draw(

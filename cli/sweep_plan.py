@@ -27,6 +27,7 @@ from gshare.agent.jobs.sweep_ranges import SampledSpace
 from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast, Stretch
 from gshare.cli.board import columns, duration
+from gshare.cli.sweep_files import Files
 from gshare.cli.sweep_memory import Memory
 from gshare.cli.sweep_values import is_numbered, values_of, values_text
 
@@ -169,13 +170,13 @@ def tokens_of(work: Work, step: int) -> float:
     return work.samples(step) * work.mean_tokens
 
 
-def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool) -> None:
+def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, files: Files, *, json_lines: bool) -> None:
     """On stdout: it is what the command gives."""
     rate = plan.tokens_per_second
     seconds = plan.tokens / rate if rate else None
     in_full = plan.tokens_in_full / rate if rate else None
     if json_lines:
-        print(json.dumps(_as_json(plan, spec, trunk, seconds, in_full)), flush=True)
+        print(json.dumps(_as_json(plan, spec, trunk, files, seconds, in_full)), flush=True)
         return
     title = ("configuration", "batch", "steps", "warm-up", "samples", "alone, MiB")
     values = {name: values_text(each) for name, each in values_of(spec).items()}
@@ -196,6 +197,7 @@ def print_plan(plan: Plan, spec: SweepSpec, trunk: Forecast, *, json_lines: bool
     print("\n".join(_together(plan.stages)))
     print("\n".join(_told_tokens(plan, spec.sampled.n_trials if spec.sampled is not None else 0)))
     print(trunk.told())
+    print(files.told())
     if note := short_warmup(plan.trials):
         print(note)
     time = (
@@ -257,7 +259,12 @@ def _together(stages: Sequence[Stage]) -> list[str]:
 
 
 def _as_json(
-    plan: Plan, spec: SweepSpec, trunk: Forecast, seconds: float | None, in_full: float | None
+    plan: Plan,
+    spec: SweepSpec,
+    trunk: Forecast,
+    files: Files,
+    seconds: float | None,
+    in_full: float | None,
 ) -> dict[str, Any]:
     return {
         "type": "sweep_plan",
@@ -284,6 +291,8 @@ def _as_json(
         "tokens_of": plan.covered,
         "configurations_in_all": spec.sampled.n_trials if spec.sampled is not None else len(plan.trials),
         "trunk": trunk.as_json(),
+        "files_bytes": files.most,
+        "files_room_bytes": files.room,
         "seconds": seconds,
         "seconds_in_full": in_full,
     }

@@ -6,6 +6,7 @@ A limit on the size of files stands for the full disk: adapters of rank 64 do no
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,14 @@ warmup = 0.25
 keep = 0.5
 gap_threshold = 10.0
 """
-#: Files of at most so many bytes, here and in the trainer; then `gshare`.
+#: Files of at most so many bytes, here and in the trainer, on a disk of little room; then `gshare`.
 LIMITED = """
 import resource, sys
+from types import SimpleNamespace
+from gshare.cli import sweep_files
 from gshare.cli.main import main
 
+sweep_files.shutil = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=1_500_000))
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 {and_so}
 sys.exit(main(sys.argv[1:]))
@@ -78,6 +82,7 @@ def test_it_stops_and_goes_on_when_there_is_room(tiny_checkpoint: Path, tmp_path
     path = _write(tmp_path / "full", tiny_checkpoint, at_once)
     done = _run("-c", LIMITED.format(and_so=""), "sweep", str(path))
     assert done.returncode == 1, done.stderr
+    assert re.search(r"warning: .*/out: .* may take up to \d\.\d MB, and 1\.5 MB are free", done.stderr)
     assert "disk full while writing" in done.stderr
     assert done.stderr.count("the sweep stops here, since nobody is to be ranked without it") == 1
     assert "--resume goes on with it" in done.stderr

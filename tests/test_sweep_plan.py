@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from gshare.agent.jobs.sweep import Trial
 from gshare.agent.jobs.sweep_ranges import Range, SampledSpace
 from gshare.agent.jobs.sweep_spec import SweepSpec
 from gshare.agent.train.trunk_forecast import Forecast
+from gshare.cli.sweep_files import Files
 from gshare.cli.sweep_memory import Memory
 from gshare.cli.sweep_plan import Plan, plan_of, print_plan
 from gshare.cli.sweep_values import drawn, values_of, values_text
@@ -34,6 +36,9 @@ class Room:
 
     def predicted_mb(self, names: Sequence[str]) -> int:
         return 10 * len(names)
+
+
+FILES = Files(Path("/runs/out"), 2_500_000_000, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -161,10 +166,13 @@ def told(
     """As text and as JSON."""
     spec = spec_of(case, space)
     trunk = cast("Forecast", SimpleNamespace(told=lambda: "trunk", as_json=lambda: {}))
-    print_plan(case.plan(space), spec, trunk, json_lines=False)
+    print_plan(case.plan(space), spec, trunk, FILES, json_lines=False)
     text = capsys.readouterr().out
-    print_plan(case.plan(space), spec, trunk, json_lines=True)
-    return text, json.loads(capsys.readouterr().out)
+    assert "files: up to 2.5 GB in /runs/out, where 1.0 MB are free" in text
+    print_plan(case.plan(space), spec, trunk, FILES, json_lines=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["files_bytes"], found["files_room_bytes"]) == (FILES.most, FILES.room)
+    return text, found
 
 
 def space_of(n_trials: int, **ranges: Range) -> SampledSpace:
@@ -226,7 +234,7 @@ def test_names_that_say_their_values_stand_alone(capsys: pytest.CaptureFixture[s
     case = case_of([(20, 1, 40)], SweepExit())
     case = replace(case, trials=[replace(case.trials[0], name="s-r8")], work={"s-r8": case.work["c0"]})
     trunk = cast("Forecast", SimpleNamespace(told=lambda: "trunk"))
-    print_plan(case.plan(), spec_of(case, None, r=8), trunk, json_lines=False)
+    print_plan(case.plan(), spec_of(case, None, r=8), trunk, FILES, json_lines=False)
     assert "values" not in capsys.readouterr().out
 
 

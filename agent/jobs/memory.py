@@ -212,7 +212,7 @@ def estimate_run(
         MemoryPart("evaluation", max(0, evaluation - training), "beyond what a training pass takes"),
         MemoryPart(
             "snapshots",
-            SNAPSHOTS * max((_snapshot_bytes(shape, a) for a in adapters), default=0),
+            SNAPSHOTS * max((saved_bytes(shape, a, moments=True) for a in adapters), default=0),
             "checkpoints being written",
             host=True,
         ),
@@ -395,10 +395,12 @@ def _eight_bit_bytes(
     )
 
 
-def _snapshot_bytes(shape: ModelShape, spec: AdapterSpec) -> int:
-    """Weights and moments of one adapter as a checkpoint holds them."""
-    elements = sum(_matrices(shape, spec))
-    return 4 * elements + (8 * elements if spec.optim == "adamw" else _eight_bit_bytes(shape, spec))
+def saved_bytes(shape: ModelShape, spec: AdapterSpec, *, moments: bool = False) -> int:
+    """One adapter's weights in a file (fp32); with its `moments`, as a checkpoint holds them."""
+    weights = 4 * sum(_matrices(shape, spec))
+    if not moments:
+        return weights
+    return weights + (2 * weights if spec.optim == "adamw" else _eight_bit_bytes(shape, spec))
 
 
 def _layer_columns(shape: ModelShape, adapters: Sequence[AdapterSpec], *, kept: bool) -> int:
