@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from gshare.agent.errors import EXIT_OK, UsageError
+from gshare.agent.errors import EXIT_FAILURE, EXIT_OK, GshareError, UsageError
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.sweep import Added, Sweep
 from gshare.agent.jobs.sweep_records import DecisionLog, read_sweep
@@ -231,7 +231,8 @@ def _run(
         nonlocal told
         if stop.exit_code is not None and not told:
             told = True
-            view.say("stopping: what runs is checkpointed; --resume goes on (once more leaves at once)")
+            saved = "checkpointed" + (" where there is room" if stop.exit_code == EXIT_FAILURE else "")
+            view.say(f"stopping: what runs is {saved}; --resume goes on (once more leaves at once)")
         view.tick()
 
     config = trainer_config(made.spec.run, made.model_dir, base=made.base, device=device, gpu=gpu)
@@ -251,11 +252,19 @@ def _run(
             stop=stop,
             join=join,
         )
-        code = run.run()
-    left = None if machine.done else _progress(run)
+        code, fault = EXIT_FAILURE, None
+        try:
+            code = run.run()
+        except GshareError as error:  # a decision was not written down
+            if run.supervisor is None:
+                raise
+            fault = error
+    left = None if machine.done and fault is None else _progress(run)
     print_result(directory, json_lines=json_lines, left=left)
     if left is not None:
         view.say(f"the sweep is not done: gshare sweep {made.spec.run.source} --resume goes on with it")
+    if fault is not None:
+        raise fault
     return code
 
 

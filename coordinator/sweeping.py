@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gshare.agent.errors import EXIT_FAILURE, GshareError
-from gshare.agent.jobs.events import NOT_SAVED, JobChanged
+from gshare.agent.jobs.events import JobChanged, is_of_machine
 from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop
 from gshare.agent.jobs.sweep import Event as SweepEvent
 from gshare.agent.jobs.sweep_records import Decision, Pattern
@@ -139,7 +139,7 @@ class ClusterSweep:
             # One that the coordinator was not asked for stands as an earlier life left it.
             if row.job in self.deciding.jobs and row.job not in self._new:
                 event = self._happened(row)
-                if isinstance(event, Ended) and event.state == "failed" and NOT_SAVED in event.reason:
+                if isinstance(event, Ended) and event.state == "failed" and is_of_machine(event.reason):
                     self.stop.exit_code = EXIT_FAILURE
                     self.say(f"{row.job}: {UNRANKED}")
                     return

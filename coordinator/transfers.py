@@ -200,7 +200,8 @@ class Transfers:
         if job.pulling:
             return
         if job.checkpoint is not None and job.checkpoint.step == job.facts.pause_at:
-            job.state, job.outcome = "placing", "stopped"
+            # The wish has come true: one that is said after this, while there is no room at home, is another.
+            job.state, job.outcome, job.wish = "placing", "stopped", "run"
             self._publish(job)
         else:
             text = f"its checkpoint has not come home from node {job.last_node}"

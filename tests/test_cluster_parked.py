@@ -211,13 +211,16 @@ def test_a_person_s_stop_of_a_running_one_brings_home_what_it_has() -> None:
     assert model.placed == {("j", "first"): [1]}
 
 
-def test_results_that_cannot_be_placed_stay_where_they_are() -> None:
+def test_results_that_cannot_be_placed_are_tried_again_until_a_person_gives_them_up() -> None:
     model = model_of("a")
     submit(model)
     park(model)
     model.tell(StopJob(job="j", reason=WHY))
-    model.tell(PublishFailed(job="j", attempt=1, reason="disk full", retry=True))
     job = model.cluster.jobs["j"]
+    for _ in range(2):
+        model.tell(PublishFailed(job="j", attempt=1, reason="disk full", retry=True))
+        assert (job.state, job.publish_again) == ("placing", True)
+    model.tell(StopJob(job="j"))
     assert job.state == "stopped"
     assert job.reason.startswith(f"{WHY}; its results stay on node a")
     model.tell(ResumeJob(job="j"))  # `gshare jobs resume` places them, as of any job
@@ -225,6 +228,18 @@ def test_results_that_cannot_be_placed_stay_where_they_are() -> None:
     model.tell(BroughtHome(job="j", attempt=1, val_loss=1.0, best_step=1))
     model.tell(Published(job="j", attempt=1))
     assert (model.state("j"), model.cluster.jobs["j"].reason) == ("stopped", WHY)
+
+
+def test_results_that_cannot_be_placed_come_when_there_is_room() -> None:
+    """A sweep stops whom it leaves behind while the disk at home is full: that is no wish to leave them."""
+    model = model_of("a")
+    submit(model)
+    park(model)
+    model.tell(StopJob(job="j", reason=WHY))
+    model.tell(PublishFailed(job="j", attempt=1, reason="disk full", retry=True))
+    model.settle()
+    assert (model.state("j"), model.cluster.jobs["j"].reason) == ("stopped", WHY)
+    assert ("j", "first") in model.placed
 
 
 @pytest.mark.parametrize("knows", [(), ("early_exit",)])

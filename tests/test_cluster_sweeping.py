@@ -85,7 +85,7 @@ def test_ranked_without_those_that_met_a_full_disk_it_is_another_sweep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control."""
-    monkeypatch.setattr(sweeping, "NOT_SAVED", "none of these words")
+    monkeypatch.setattr(sweeping, "is_of_machine", lambda reason: False)
     assert any(_differ(seed, full_disks=3) for seed in range(150))
 
 

@@ -1,18 +1,31 @@
 """A sweep whose disk is full: it stops, nobody is ranked, and with room again it is the same sweep.
 
-A limit on the size of files stands for the full disk: adapters of rank 64 do not fit, those of rank 2 do.
+Where nothing may be mounted a limit on the size of files stands for the full disk: adapters of rank 64 do not
+fit, those of rank 2 do.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from gshare.agent.data import tokens
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.events import is_of_machine
+from gshare.agent.jobs.spec import AdapterSpec
 from gshare.agent.jobs.sweep_records import read_decisions
+from gshare.agent.service import output_dir
+from gshare.agent.service.output_dir import OutputClaim, RunRecord
+from gshare.agent.train.files import disk_errors
 from gshare.cli.sweep_board import result_of
 
 WAIT_SECONDS = 300.0
@@ -48,7 +61,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.
 sys.exit(main(sys.argv[1:]))
 """
 #: Negative control: a configuration that met the full disk counts as one that failed.
-UNHEEDED = "from gshare.agent.service import sweeping; sweeping.NOT_SAVED = 'none of these words'"
+UNHEEDED = "from gshare.agent.service import sweeping; sweeping.is_of_machine = lambda reason: False"
 
 
 def _write(directory: Path, model: Path, at_once: int) -> Path:
@@ -105,3 +118,115 @@ def test_a_sweep_that_does_not_heed_it_ranks_the_rest(tiny_checkpoint: Path, tmp
     decisions = read_decisions(path.parent / "out")
     assert {"selected", "failed"} <= {one.event for one in decisions}
     assert not any("r64" in one.job for one in decisions if one.event == "selected")
+
+
+# ---------------------------------------------------------------------- a real one, which takes nothing new
+
+
+@contextmanager
+def _disk(where: Path, options: str) -> Iterator[None]:
+    """A file system of its own at `where`; skipped where we may not mount."""
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def _fill(where: Path) -> None:
+    with (where / "ballast").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def _check_left(done: subprocess.CompletedProcess[str], out: Path) -> None:
+    assert done.returncode == 1, done.stderr
+    assert "--resume goes on with it" in done.stderr
+    assert "winner" not in done.stdout
+    assert "saved" not in done.stdout
+    assert not {one.event for one in read_decisions(out)} & {"selected", "failed", "stopped"}
+
+
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_resumed_while_it_is_still_full_nobody_is_ranked(
+    tiny_checkpoint: Path, tmp_path: Path, at_once: int
+) -> None:
+    """The trainer is refused what it writes before a job's first step."""
+    whole = _write(tmp_path / "whole", tiny_checkpoint, at_once)
+    _sweep(str(whole))
+    path = _write(tmp_path / "full", tiny_checkpoint, at_once)
+    out = path.parent / "out"
+    with _disk(out, "size=3000k"):
+        _check_left(_run("-m", "gshare.cli.main", "sweep", str(path)), out)
+        _fill(out)
+        done = _run("-m", "gshare.cli.main", "sweep", str(path), "--resume")
+        _check_left(done, out)
+        assert "run.json: No space left on device" in done.stderr
+        (out / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(out)], check=True)
+        _sweep(str(path), "--resume")
+        assert result_of(out)["winner"] == result_of(whole.parent / "out")["winner"]
+        assert _adapters(out) == _adapters(whole.parent / "out")
+
+
+def test_without_room_for_one_more_file_nobody_is_ranked(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = _write(tmp_path / "full", tiny_checkpoint, 1)
+    out = path.parent / "out"
+    with _disk(out, "size=64m,nr_inodes=40"):
+        _check_left(_run("-m", "gshare.cli.main", "sweep", str(path)), out)
+        subprocess.run(["mount", "-o", "remount,nr_inodes=0", str(out)], check=True)
+        _sweep(str(path), "--resume")
+        assert len(_adapters(out)) == 6
+
+
+# ---------------------------------------------------------------------- what is told of it
+
+
+def _claim(tmp_path: Path) -> None:
+    spec = AdapterSpec(name="a", data="d", output_dir=str(tmp_path / "a"))
+    OutputClaim(RunRecord(model="m", base_dtype="fp32", spec=spec), resume=False)
+
+
+def _disk_error(tmp_path: Path) -> None:
+    with disk_errors("writing", tmp_path / "file"):
+        (tmp_path / "file").touch()
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE]
+)
+@pytest.mark.parametrize("what", [_claim, _disk_error])
+def test_a_machine_that_refuses_a_file_is_known_by_what_is_told(
+    what: Callable[[Path], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise OSError(number, os.strerror(number), "a file")
+
+    monkeypatch.setattr(output_dir, "write_json", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(GshareError) as told:
+        what(tmp_path)
+    assert is_of_machine(str(told.value)), told.value
+
+
+def test_token_files_that_cannot_be_written_are_the_machine_s_fault(tmp_path: Path) -> None:
+    assert is_of_machine(str(tokens._write_error(tmp_path / "x", OSError(28, os.strerror(28)))))
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "out of memory: it does not fit beside nobody",
+        "validation loss is not finite at step 4",
+        "adapter a: data.jsonl: no such file",
+        "the trainer died (SIGKILL) with a at step 3 in flight",
+    ],
+)
+def test_a_job_s_own_fault_is_none_of_the_machine(reason: str) -> None:
+    assert not is_of_machine(reason)

@@ -7,6 +7,8 @@ the wire, complete in `metrics.jsonl`).
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +17,24 @@ JobStateName = Literal["queued", "running", "paused", "completed", "stopped", "d
 
 #: States that a job does not leave by itself. `stopped` and `failed` can be resumed by the user.
 ENDED: frozenset[str] = frozenset({"completed", "stopped", "diverged", "failed"})
-#: In the reason of a failed job whose files could not be written: the disk's fault, and none of its own.
+#: In the reason of a failed job whose files could not be written.
 NOT_SAVED = "not saved: "
+#: What the system says of a disk that takes or gives no files, whichever file of a job it was.
+_OF_THE_MACHINE = (
+    NOT_SAVED,
+    "disk full",
+    "not writable",
+    *map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)),
+    *map(os.strerror, (errno.EMFILE, errno.ENFILE)),
+)
+
+
+def is_of_machine(reason: str) -> bool:
+    """Whether a job failed by its machine's fault and none of its own, where that is its files or handles.
+
+    Not memory: what does not fit may be the job's own size.
+    """
+    return any(words in reason for words in _OF_THE_MACHINE)
 
 
 class LastLosses(msgspec.Struct, frozen=True, kw_only=True):

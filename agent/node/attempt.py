@@ -21,12 +21,12 @@ import msgspec
 from gshare.agent.errors import EXIT_RETRY, EXIT_SIGTERM, EXIT_USAGE, GshareError
 from gshare.agent.jobs.events import (
     ENDED,
-    NOT_SAVED,
     Event,
     Exit,
     JobChanged,
     JobStateName,
     TrainerMessage,
+    is_of_machine,
 )
 from gshare.agent.jobs.spec import JobRequest, RunSpec
 from gshare.agent.node.attempt_supervisor import AttemptSupervisor
@@ -59,7 +59,6 @@ _POLL = 0.2  # seconds
 #: The answer of the preparation, kept for the next start.
 PREPARED = "prepared.json"
 #: What an engine's error says when the node, not the job, was at fault.
-_DISK_WORDS = ("disk full", "No space left", "Disk quota exceeded", "File too large")
 _MEMORY_WORDS = ("out of memory", "does not fit", "can never fit")
 
 _preparing = threading.BoundedSemaphore(PREPARING_AT_ONCE)
@@ -272,7 +271,8 @@ class RunningAttempt:
             return Outcome(status.state, status.reason)
         of_node = supervisor.gave_up or self._stop.exit_code is not None
         of_node = of_node or supervisor.ended_with not in (None, EXIT_USAGE)
-        by_words = any(word in status.reason for word in (NOT_SAVED, *_DISK_WORDS, *_MEMORY_WORDS))
+        of_node = of_node or is_of_machine(status.reason)
+        by_words = any(word in status.reason for word in _MEMORY_WORDS)
         return Outcome("failed", status.reason, retry=of_node or by_words)
 
     def _config(self, prepared: PreparedJob, request: JobRequest) -> TrainerConfig:

@@ -16,6 +16,7 @@ class StopRequest:
     """Set by the first signal; the second raises `Stopped` where the main thread is."""
 
     exit_code: int | None = None
+    reason: str = "stopped by the user"  # what the jobs that run are told
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         code = EXIT_SIGTERM if number == signal.SIGTERM else EXIT_SIGINT

@@ -255,7 +255,7 @@ class Supervisor(OwnJobs):
                 self._end(job, "stopped", "stopped before it was started")
             return
         try:
-            self._connection.send(StopJobs, jobs=[], reason="stopped by the user")
+            self._connection.send(StopJobs, jobs=[], reason=self.stop.reason)
         except TrainerGone:
             self._died()
 

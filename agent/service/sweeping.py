@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from gshare.agent.errors import EXIT_FAILURE, EXIT_OK
-from gshare.agent.jobs.events import ENDED, NOT_SAVED, Evaluated, Event, JobChanged, TrainerMessage
+from gshare.agent.jobs.events import ENDED, Evaluated, Event, JobChanged, TrainerMessage, is_of_machine
 from gshare.agent.jobs.spec import JobRequest
 from gshare.agent.jobs.sweep import Begin, Ended, Paused, Resumed, Run, Stop, Sweep
 from gshare.agent.jobs.sweep_records import DecisionLog, Pattern
@@ -105,7 +105,7 @@ class SweepRun:
             return Resumed(event.job, event.step)
         if event.state not in ENDED:
             return None
-        if event.state == "failed" and NOT_SAVED in event.reason:
+        if event.state == "failed" and is_of_machine(event.reason):
             self._leave(event.job)
             return None
         pattern: Pattern = event.exit.pattern if event.exit is not None else ""
@@ -126,6 +126,7 @@ class SweepRun:
 
     def _leave(self, job: str) -> None:
         self.stop.exit_code = EXIT_FAILURE
+        self.stop.reason = f"{STOPPED_BY}the sweep, since files of {job} could not be written"
         self.on_event(TrainerMessage(level="error", text=UNRANKED, job=job))
 
     def _tell_lost(self, job: str, step: int) -> None:
