@@ -224,7 +224,8 @@ def _run(
     )
     machine.replay(decided)
     names = made.all_requests()
-    view = make_view([(one.spec.name, one.spec.output_dir) for one in names], json_lines=json_lines)
+    live = [(one.spec.name, one.spec.output_dir) for one in names if one.spec.name not in machine.ended]
+    view = make_view(live, json_lines=json_lines)
     told = False
 
     def on_tick() -> None:

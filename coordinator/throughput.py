@@ -48,8 +48,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = ", ".join(sorted({rate.model for rate in self.rates})[:8])
         known = f"it has {measured}" if measured else f"it has the models {names}" if names else "it is empty"
         raise UsageError(
-            f"{self.source}: no rate of {shorten(model)} in {base_dtype} on {gpus} GPUs; {known}. Add it, or "
-            "give --tokens-per-second"
+            f"{self.source}: no rate of {shorten(Path(model).name)} in {base_dtype} on {gpus} "
+            f"GPU{'s' * (gpus != 1)}; {known}. Add it, or give --tokens-per-second"
         )
 
 

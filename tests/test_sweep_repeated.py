@@ -14,10 +14,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
-from gshare.agent.jobs.sweep_records import read_decisions
-from gshare.agent.service import registry
+from gshare.agent.data.work import Work
+from gshare.agent.jobs.early_exit import SweepExit
+from gshare.agent.jobs.packing import Packing
+from gshare.agent.jobs.spec import AdapterSpec, JobRequest
+from gshare.agent.jobs.sweep import Sweep, Trial
+from gshare.agent.jobs.sweep_records import Decision, DecisionLog, read_decisions
+from gshare.agent.service import registry, sweeping
+from gshare.agent.service.deciding import Job
+from gshare.agent.service.registry import TrainerConfig
+from gshare.agent.service.sweeping import SweepRun
 from gshare.cli.sweep_board import result_of
 
 WAIT_SECONDS = 300.0
@@ -141,3 +150,51 @@ def test_chosen_ones_that_lost_their_checkpoints_repeat_their_warm_up_as_it_was(
     decided = [decision.event for decision in read_decisions(out)]
     assert (decided.count("selected"), decided.count("paused")) == (2, 3)  # nobody was ranked twice
     assert os.path.isfile(Path(result_of(out)["best"]) / "adapter_model.safetensors")
+
+
+def test_a_trainer_is_asked_for_none_that_has_ended_in_an_earlier_life(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else it is `queued` again for those who look, and after Ctrl-C "stopped before it was started"."""
+    asked: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    def supervisor(*, requests: list[JobRequest], **more: object) -> None:
+        asked.extend(one.spec.name for one in requests)
+        raise Asked
+
+    monkeypatch.setattr(sweeping, "Supervisor", supervisor)
+    trials = [Trial(name, 1, 40, 10) for name in "abc"]
+    sweep = Sweep(trials, SweepExit(keep=0.5), Packing(lambda names: True))
+    loss = {"a": 1.0, "b": 2.0, "c": 3.0}
+    sweep.replay(
+        [
+            *(
+                Decision(time=0, job=x, event="paused", step=10, evidence={"val_loss": loss[x]})
+                for x in "abc"
+            ),
+            *(Decision(time=0, job=x, event="selected", step=10) for x in "ab"),
+            Decision(time=0, job="c", event="stopped", step=10, pattern="underperformance"),
+        ]
+    )
+    jobs = {
+        name: Job(
+            JobRequest(
+                spec=AdapterSpec(name=name, data="d", output_dir=name), train_store="t", train_hash="t"
+            ),
+            Work(40, 40, rows=40, rows_per_step=1, val_rows=4, mean_tokens=4.0),
+        )
+        for name in [*loss, "of another arm"]
+    }
+    with DecisionLog(tmp_path) as log, pytest.raises(Asked):
+        SweepRun(
+            sweep=sweep,
+            jobs=jobs,
+            names=[jobs[name].request for name in loss],
+            config=cast("TrainerConfig", None),
+            log=log,
+            on_event=lambda event: None,
+        ).run()
+    assert asked == ["a", "b"]

@@ -174,6 +174,11 @@ class Sweep:
         with_best = [(one.best, name) for name, one in self._trials.items() if one.best is not None]
         return min(with_best, key=lambda pair: pair[0])[1] if with_best else None
 
+    @property
+    def ended(self) -> frozenset[str]:
+        """Those that nobody trains any more."""
+        return frozenset(name for name, one in self._trials.items() if one.phase == "ended")
+
     def phase(self, job: str) -> Phase:
         return self._trials[job].phase
 

@@ -180,7 +180,7 @@ class SweepFile:
             value, fault = convert(raw, types[key])
             if fault is not None:
                 what = (
-                    "must be blocks of keys with values"
+                    "must be blocks of keys with values" + (", each a list" if key == "grid" else "")
                     if key in ("grid", "configuration", "ranges")
                     else fault
                 )

@@ -44,6 +44,8 @@ class SweepRun:
     def run(self) -> int:
         """The exit code: 0 when the sweep is done and nothing failed, 1 when something did, else why it ended
         before (130, 143, 75)."""
+        # Ended in an earlier life: what is known of them stands, and no trainer is to keep their names.
+        ended = self.sweep.ended
         begun: dict[str, JobRequest] = {}
         dropped: list[Stop] = []
         for action in self._deciding.handle(Begin()):
@@ -53,7 +55,7 @@ class SweepRun:
                 dropped.append(action)
         if self.sweep.done:
             return self._code(EXIT_OK)
-        requests = [begun.get(request.spec.name, request) for request in self.names]
+        requests = [begun.get(one.spec.name, one) for one in self.names if one.spec.name not in ended]
         self.supervisor = Supervisor(
             config=self.config,
             requests=requests,
