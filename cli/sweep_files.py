@@ -6,6 +6,7 @@ goes on keeps those up to its last step, and its adapter. Logs and losses are sm
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,19 @@ from gshare.agent.jobs.sweep import Trial
 @dataclass(frozen=True)
 class Files:
     """`most`: bytes in `directory` when all is done, at most; `room`: what there is for them, those that are
-    there already counted in."""
+    there already counted in; None: it cannot be looked at."""
 
     directory: Path
     most: int
-    room: int
+    room: int | None
 
     def told(self) -> str:
-        return f"files: up to {_gb(self.most)} in {self.directory}, where {_gb(self.room)} are free"
+        free = f", where {_gb(self.room)} are free" if self.room is not None else ""
+        return f"files: up to {_gb(self.most)} in {self.directory}{free}"
 
     def warning(self) -> str:
         """ "" where there is room."""
-        if self.most <= self.room:
+        if self.room is None or self.most <= self.room:
             return ""
         return (
             f"{self.directory}: the adapters and checkpoints may take up to {_gb(self.most)}, and "
@@ -67,13 +69,19 @@ def _bytes(shape: ModelShape, spec: AdapterSpec, step: int, trial: Trial) -> int
     return adapters * saved_bytes(shape, spec) + kept * saved_bytes(shape, spec, moments=True)
 
 
-def _room(directory: Path) -> int:
-    """OSError is left to who makes the directory: 0 then would be a second message of one fault."""
+def _room(directory: Path) -> int | None:
+    """None where it may not be read: who makes the directory says so."""
     where = directory
-    while not where.exists() and where != where.parent:
-        where = where.parent
-    there = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return shutil.disk_usage(where).free + there
+    try:
+        while not where.exists() and where != where.parent:
+            where = where.parent
+        room = shutil.disk_usage(where).free
+    except OSError:
+        return None
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # a sweep that runs publishes its files by renaming
+            room += path.lstat().st_size if path.is_file() else 0
+    return room
 
 
 def _gb(count: int) -> str:

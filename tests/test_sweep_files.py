@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,8 +140,7 @@ def test_those_still_to_be_drawn_count_as_the_largest() -> None:
 
 
 def test_what_is_there_already_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(sweep_files.shutil, "disk_usage", lambda path: usage(1000))
+    monkeypatch.setattr(sweep_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "adapter").write_bytes(b"x" * 500)
     trial = Trial("a", 1, 10, 2)
@@ -150,3 +150,30 @@ def test_what_is_there_already_counts_as_room(tmp_path: Path, monkeypatch: pytes
     assert found.warning()
     assert not Files(tmp_path, 1500, 1500).warning()
     assert files_of(tmp_path / "none" / "yet", SHAPE, [trial], specs, places=1, count=1).room == 1000
+
+
+def test_files_that_go_while_they_are_counted_and_disks_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    (tmp_path / "renamed").write_bytes(b"x")
+    (tmp_path / "stays").write_bytes(b"xx")
+    lstat = Path.lstat
+
+    def gone(path: Path) -> os.stat_result:
+        if path.name == "renamed":
+            raise FileNotFoundError(path)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    trial = Trial("a", 1, 10, 2)
+    specs = {"a": AdapterSpec(name="a", data="d", output_dir="a", r=8)}
+    assert files_of(tmp_path, SHAPE, [trial], specs, places=1, count=1).room == 1002
+
+    def refused(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(sweep_files.shutil, "disk_usage", refused)
+    found = files_of(tmp_path, SHAPE, [trial], specs, places=1, count=1)
+    assert (found.room, found.warning()) == (None, "")
+    assert "free" not in found.told()
