@@ -44,13 +44,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for rate in same:
             if (rate.base_dtype, rate.gpus) == (base_dtype, gpus):
                 return rate.tokens_per_second
-        measured = ", ".join(f"{rate.base_dtype} on {rate.gpus} GPUs" for rate in same)
+        measured = ", ".join(f"{rate.base_dtype} on {_gpus(rate.gpus)}" for rate in same)
         names = ", ".join(sorted({rate.model for rate in self.rates})[:8])
         known = f"it has {measured}" if measured else f"it has the models {names}" if names else "it is empty"
         raise UsageError(
-            f"{self.source}: no rate of {shorten(Path(model).name)} in {base_dtype} on {gpus} "
-            f"GPU{'s' * (gpus != 1)}; {known}. Add it, or give --tokens-per-second"
+            f"{self.source}: no rate of {shorten(Path(model).name)} in {base_dtype} on {_gpus(gpus)}; "
+            f"{known}. Add it, or give --tokens-per-second"
         )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def read_profile(path: Path) -> Profile:
