@@ -344,7 +344,7 @@ def test_which_rate_is_taken(here: Path) -> None:
     assert rates.tokens_per_second("org/m", "bf16", 1) == 1.0
     assert rates.tokens_per_second("/models/m", "bf16", 1) == 2.0
     assert rates.tokens_per_second("/models/m", "nf4", 1) == 3.0
-    with pytest.raises(UsageError, match=r"it has bf16 on 1 GPUs, nf4 on 1 GPUs"):
+    with pytest.raises(UsageError, match=r"it has bf16 on 1 GPU, nf4 on 1 GPU"):
         rates.tokens_per_second("m", "int8", 1)
     with pytest.raises(UsageError, match=r"it has the models m, org/m"):
         rates.tokens_per_second("other", "bf16", 1)
