@@ -60,6 +60,25 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.
 {and_so}
 sys.exit(main(sys.argv[1:]))
 """
+#: The first decisions are written down, then none.
+FORGETFUL = """
+import sys
+from gshare.agent.errors import GshareError
+from gshare.agent.jobs.sweep_records import DecisionLog
+from gshare.cli.main import main
+
+left, append = 6, DecisionLog.append
+
+def refuse(self, decision):
+    global left
+    left -= 1
+    if left < 0:
+        raise GshareError(f"{self._path}: No space left on device")
+    append(self, decision)
+
+DecisionLog.append = refuse
+sys.exit(main(sys.argv[1:]))
+"""
 #: Negative control: a configuration that met the full disk counts as one that failed.
 UNHEEDED = "from gshare.agent.service import sweeping; sweeping.is_of_machine = lambda reason: False"
 
@@ -118,6 +137,19 @@ def test_a_sweep_that_does_not_heed_it_ranks_the_rest(tiny_checkpoint: Path, tmp
     decisions = read_decisions(path.parent / "out")
     assert {"selected", "failed"} <= {one.event for one in decisions}
     assert not any("r64" in one.job for one in decisions if one.event == "selected")
+
+
+def test_a_decision_that_is_not_written_down_ends_the_sweep_with_how_far_it_came(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = _write(tmp_path / "forgetful", tiny_checkpoint, 0)
+    done = _run("-c", FORGETFUL, "sweep", str(path))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(" samples so far")
+    assert "--resume goes on with it" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("decisions.jsonl: No space left on device")
+    _sweep(str(path), "--resume")
+    assert len(_adapters(path.parent / "out")) == 6
 
 
 # ---------------------------------------------------------------------- a real one, which takes nothing new

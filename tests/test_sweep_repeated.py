@@ -14,11 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from gshare.agent.data.work import Work
+from gshare.agent.errors import EXIT_FAILURE
 from gshare.agent.jobs.early_exit import SweepExit
+from gshare.agent.jobs.events import Event, JobChanged, TrainerMessage
 from gshare.agent.jobs.packing import Packing
 from gshare.agent.jobs.spec import AdapterSpec, JobRequest
 from gshare.agent.jobs.sweep import Sweep, Trial
@@ -26,6 +29,7 @@ from gshare.agent.jobs.sweep_records import Decision, DecisionLog, read_decision
 from gshare.agent.service import registry, sweeping
 from gshare.agent.service.deciding import Job
 from gshare.agent.service.registry import TrainerConfig
+from gshare.agent.service.supervise import Supervisor
 from gshare.agent.service.sweeping import SweepRun
 from gshare.cli.sweep_board import result_of
 
@@ -152,6 +156,42 @@ def test_chosen_ones_that_lost_their_checkpoints_repeat_their_warm_up_as_it_was(
     assert os.path.isfile(Path(result_of(out)["best"]) / "adapter_model.safetensors")
 
 
+def _job(name: str) -> Job:
+    spec = AdapterSpec(name=name, data="d", output_dir=name)
+    request = JobRequest(spec=spec, train_store="t", train_hash="t")
+    return Job(request, Work(40, 40, rows=40, rows_per_step=1, val_rows=4, mean_tokens=4.0))
+
+
+@pytest.mark.parametrize(
+    ("reason", "stops"), [("run.json: No space left on device", True), ("out of memory", False)]
+)
+def test_a_refused_file_is_no_decision_and_the_others_are_told_why_they_stop(
+    reason: str, stops: bool, tmp_path: Path
+) -> None:
+    told: list[Event] = []
+    with DecisionLog(tmp_path) as log:
+        run = SweepRun(
+            sweep=Sweep([Trial(name, 1, 40, 10) for name in "ab"], SweepExit(), Packing(lambda names: True)),
+            jobs={"a": _job("a"), "b": _job("b")},
+            names=[],
+            config=cast("TrainerConfig", None),
+            log=log,
+            on_event=told.append,
+        )
+        table = SimpleNamespace(get=lambda job: SimpleNamespace(val_loss=None, best_val_loss=None))
+        run.supervisor = cast(
+            "Supervisor", SimpleNamespace(over=False, table=table, go_on=lambda request: None)
+        )
+        failed = JobChanged(job="a", state="failed", step=0, total_steps=40, reason=reason)
+        run._take(failed)
+    assert (run.stop.exit_code == EXIT_FAILURE) == stops
+    assert ("stopped by the sweep, since files of a could" in run.stop.reason) == stops
+    decided = [one.event for one in read_decisions(tmp_path) if one.job == "a"]
+    assert "failed" in decided or stops
+    assert not (decided and stops)
+    assert any(isinstance(one, TrainerMessage) and one.level == "error" for one in told) == stops
+
+
 def test_a_trainer_is_asked_for_none_that_has_ended_in_an_earlier_life(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -179,15 +219,7 @@ def test_a_trainer_is_asked_for_none_that_has_ended_in_an_earlier_life(
             Decision(time=0, job="c", event="stopped", step=10, pattern="underperformance"),
         ]
     )
-    jobs = {
-        name: Job(
-            JobRequest(
-                spec=AdapterSpec(name=name, data="d", output_dir=name), train_store="t", train_hash="t"
-            ),
-            Work(40, 40, rows=40, rows_per_step=1, val_rows=4, mean_tokens=4.0),
-        )
-        for name in [*loss, "of another arm"]
-    }
+    jobs = {name: _job(name) for name in [*loss, "of another arm"]}
     with DecisionLog(tmp_path) as log, pytest.raises(Asked):
         SweepRun(
             sweep=sweep,

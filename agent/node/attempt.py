@@ -58,7 +58,7 @@ PREPARING_AT_ONCE = 2
 _POLL = 0.2  # seconds
 #: The answer of the preparation, kept for the next start.
 PREPARED = "prepared.json"
-#: What an engine's error says when the node, not the job, was at fault.
+#: What an engine's error says when another node may have the memory that this one lacks.
 _MEMORY_WORDS = ("out of memory", "does not fit", "can never fit")
 
 _preparing = threading.BoundedSemaphore(PREPARING_AT_ONCE)
